@@ -1,8 +1,8 @@
-"""What all benchmarks share: interleaved repeats, paired ratios, verdicts, the table and the record.
+"""Common parts of all benchmarks: interleaved repeats, paired ratios, verdicts, the table and the record.
 
-A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an
-order that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by
-the median of the ratios within the repeats, never by figures from different times.
+A benchmark compares ways of doing the same thing. Every repeat runs all ways one after another, in an order that
+alternates between repeats, so that drift of the machine favors none of them. A claim is judged by the median of the
+ratios within the repeats, never by figures from different times.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def run(command: Sequence[str], timeout_seconds: float = 120.0) -> Ran:
         spawned = time.monotonic()
         process = subprocess.Popen(
             [*command, "--report", str(report)],
-            cwd=folder,  # whatever a way leaves behind goes with the folder
+            cwd=folder,  # all files of the command are removed with the folder
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -152,7 +152,7 @@ def run(command: Sequence[str], timeout_seconds: float = 120.0) -> Ran:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Nobody outlives a run: first a chance to end the workers in order, then the whole group by force."""
+    """Ends the process group of a run: SIGTERM, so that its workers end in order, then SIGKILL."""
     for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
         if process.poll() is not None:
             return
@@ -164,7 +164,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses."""
+    """A free loopback port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -191,8 +191,8 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def told(verdict: Verdict) -> Verdict:
-    """The verdict, after printing its short form: a long benchmark that is ended has said something."""
+def print_verdict(verdict: Verdict) -> Verdict:
+    """Prints the short form of a verdict at once, in case a long benchmark is interrupted; returns the verdict."""
     record = verdict.record()
     print(f"  {verdict.ratio}  {record['target']}  {record['verdict']}", flush=True)
     return verdict

@@ -43,5 +43,5 @@ def compare(
         ways = {name: functools.partial(harness.run, [*script, option]) for name, option in (ours, theirs)}
         ran = harness.interleave(ways, asked.repeats)
         rates = [[each.report["steps_per_second"] for each in ran[way]] for way in ways]
-        verdicts.append(harness.told(Verdict(claim, theirs[0], "steps/s", *rates)))
+        verdicts.append(harness.print_verdict(Verdict(claim, theirs[0], "steps/s", *rates)))
     return harness.conclude(name, verdicts, asked.json, share=asked.share)

@@ -22,8 +22,8 @@ intersphinx_mapping = {
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"] * 0
 
+highlight_language = "text"  # of equations and drawings in docstrings
 default_role = "py:obj"  # `name` in a docstring is a name of ours, and a link where it has a page
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -42,5 +42,6 @@ html_static_path = ["_site/static"]
 html_css_files = ["unisono.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"

@@ -1,4 +1,4 @@
-"""Stands here so that pytest finds the package ``tests`` from wherever it is started."""
+"""Settings of all tests; pytest finds the package ``tests`` by this file."""
 
 import signal
 from collections import defaultdict

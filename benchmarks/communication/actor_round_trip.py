@@ -1,8 +1,8 @@
-"""A server behind sockets on this machine: round trips of 4 KB, and 40 MB pushed and pulled by two workers at once.
+"""An actor behind sockets on this machine: round trips of 4 KB, and 40 MB sent and returned by two workers at once.
 
-Connections are authenticated as in any run. Two actors are measured: one that only answers with what it holds,
-and one that first adds what was pushed. The peer is the target itself, a figure that does not move with the
-machine: run this where nothing else runs.
+Connections are authenticated as in any run. Two actors are measured: one answers with the tensor that it holds, the
+other adds the message to it first. The peer is the target itself, a figure that does not depend on the machine: run
+this on an idle machine.
 """
 
 from __future__ import annotations

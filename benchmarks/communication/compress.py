@@ -1,8 +1,8 @@
-"""What compression costs on one core: ``python -m benchmarks compress [--numel N] [--repeats N] [--json FILE]``.
+"""Cost of compression on one core: ``python -m benchmarks compress [--numel N] [--repeats N] [--json FILE]``.
 
-Nanoseconds of CPU time per number for every compressor, beside a plain copy and a plain addition of the same numbers,
-and the bits that travel. `encode` makes a message, `encode_with_feedback` also keeps its residual, and `decode` reads
-it.
+For every compressor: nanoseconds of CPU time per number, next to a plain copy and a plain addition of the same numbers,
+and the bits sent per number. `encode` makes a message, `encode_with_feedback` also keeps its residual, and `decode`
+reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What equal bits on any number of workers cost: steps per second with ``Exact()`` against ``Cast()``, two workers."""
+"""Cost of equal bits on any number of workers: steps per second with ``Exact()`` against ``Cast()``, two workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What messages cost: every verb under netlab, on gloo, against the closed forms of `unisono.comm.link_model`.
+"""Cost of messages: every verb of gloo under netlab, against the closed forms of `unisono.comm.link_model`.
 
-The closed forms are what ``unisono simulate`` counts with. Needs what `benchmarks.netlab` needs; prints the ratios and
-judges nothing.
+``unisono simulate`` uses these closed forms. Needs what `benchmarks.netlab` needs; prints ratios and judges nothing.
 """
 
 from __future__ import annotations

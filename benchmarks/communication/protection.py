@@ -1,7 +1,7 @@
-"""What authenticating and encrypting the frames between a client and an actor costs, over loopback TCP.
+"""Cost of authenticating and encrypting the frames between a client and an actor, over loopback TCP.
 
-A client pushes 40 MB to an actor, which adds them and answers with the sum. Each process has one core, or both share
-one; the peer is the same code without protection, in the same run. A network of 10 Gbit/s carries 1.25 GB/s.
+A client sends 40 MB to an actor, which adds them and answers with the sum. Each process has its own core, or both share
+one. The peer is the same code without protection, in the same run. A network of 10 Gbit/s carries 1.25 GB/s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether ``unisono simulate`` tells the truth: step times of the task ``text`` under netlab and on the made-up clock.
+"""Accuracy of ``unisono simulate``: step times of the task ``text`` under netlab and on the virtual clock.
 
-For each way and rate, four workers train on hosts joined by shaped links. What they take on links that are not shaped
-stands for computing; with that, and the rate, the same command is simulated. Needs what `benchmarks.netlab` needs.
+For each variant and rate, four workers train on simulated hosts with shaped links. Their step time on unshaped links
+stands for computing. With that and the rate, the same command is simulated. Needs what `benchmarks.netlab` needs.
 """
 
 from __future__ import annotations

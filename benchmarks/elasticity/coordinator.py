@@ -1,9 +1,9 @@
-"""A coordinator and thousands of workers that beat at it: what an answer takes, a change of view, and its memory.
+"""One coordinator with thousands of workers: response time of heartbeats, time of a view change, memory.
 
-The coordinator is a process of its own, the workers' halves of the protocol are another; both are on this machine, and
-what the second one costs is in the record (`generator_cpu`, where 1 is a core that it has for itself; what it is late
-counts against the coordinator). A worker is killed, and its launcher says so: until the last of the others has met the
-new view. The peer is the target itself: run this where nothing else runs.
+The coordinator is one process; the workers' half of the protocol is another on the same machine. The CPU share of the
+latter is recorded as `generator_cpu`, where 1 is a whole core; its delays count against the coordinator. A worker is
+killed and its launcher reports that. Measured is the time until the last of the other workers has joined the new view.
+The peer is the target itself: run this on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def verdicts(ran: Sequence[Ran]) -> list[Verdict]:
     """What is claimed of it."""
     reports = [each.report for each in ran]
     figures = (
-        ("p99 of the answer to a beat: ms against the target", "ms", ANSWER_MS,
+        ("p99 of the response to a heartbeat: ms against the target", "ms", ANSWER_MS,
          [each["answer_ms"]["p99"] for each in reports]),
-        ("a death until the last of the others has met the new view, the longest of each run: s against the target",
+        ("a death until the last worker has joined the new view, the longest of each run: s against the target",
          "s", CHANGE_SECONDS, [max(change["seconds"] for change in each["changes"]) for each in reports]),
         ("memory of the coordinator's process, at most: MiB against the target", "MiB", MEMORY_MIB,
          [each["server_mib"] for each in reports]),
@@ -42,9 +42,11 @@ def verdicts(ran: Sequence[Ran]) -> list[Verdict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
-    parser.add_argument("--workers", type=int, default=4096, help="that beat (4096)")
+    parser.add_argument("--workers", type=int, default=4096, help="that send heartbeats (4096)")
     asked = parser.parse_args(arguments)
-    ran = harness.interleave({"beats": functools.partial(harness.run, command(asked.workers))}, asked.repeats)["beats"]
+    ran = harness.interleave({"heartbeats": functools.partial(harness.run, command(asked.workers))}, asked.repeats)[
+        "heartbeats"
+    ]
     reports = [each.report for each in ran]
     for figure in ("beats_per_second", "server_cpu", "generator_cpu"):
         print(f"{figure:24} {Spread.of([each['steady'][figure] for each in reports])}")

@@ -1,13 +1,12 @@
-"""One of three workers freezes ten times: how soon the others go on each time, and how many steps they take.
+"""One of three workers freezes ten times: how soon the others continue, and how many steps they take.
 
-The worker, chosen by chance, is stopped by SIGSTOP for `--away` seconds, and again `--every` seconds after the last
-time, or later: once it has taken part in twenty further steps. So every freeze hits a member of the view. For each
-freeze, the longest time is measured that the others were without a new step while the worker was stopped. How far the
-weights have come in all is compared with what the workers present would have done: steps per second of three, and of
-two while one is stopped, as runs without any freeze show them in the same repeat. A worker that runs, but may not join
-again yet, counts as present.
+The worker, chosen at random, is stopped by SIGSTOP for `--away` seconds. That is repeated at least `--every` seconds
+later, once the worker has taken part in twenty further steps, so that every freeze hits a member of the view. For each
+freeze, the longest time without a new step of the others is measured. The number of steps in the weights is compared
+with what the workers present would have done: steps per second of three workers, and of two while one is stopped, as
+runs without freezes show them in the same repeat. A worker that runs, but may not join again yet, counts as present.
 
-At the end, the weights themselves tell which samples are missing in them, or in them too often.
+At the end, the weights themselves show which samples are missing or were used more than once.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.elasticity.failures import CALM, FEWER, KEPT, PATIENCE_SECONDS, calm, furthest
-from benchmarks.elasticity.killed_training import UNISONO, WARM_STEPS, WORKERS, Life, Training, started
+from benchmarks.elasticity.failures import BASELINE, BASELINE_FEWER, KEPT, PATIENCE_SECONDS, baseline, furthest
+from benchmarks.elasticity.killed_training import UNISONO, WARM_STEPS, WORKERS, ProcessTrace, Training, started
 from benchmarks.harness import Claim, Spread, Verdict
 
 LATER = 1.5  # times what the first half of the freezes cost
 Figures = Mapping[str, Any]
 
 
-def held_seconds(others: Sequence[Life], at: float, until: float) -> float:
+def held_seconds(others: Sequence[ProcessTrace], at: float, until: float) -> float:
     """The longest time without a new step of `others` that has a part between `at` and `until`.
 
     Raises:
         LookupError: there is no step after `until` yet.
     """
-    steps = sorted(step.at for life in others for step in life.steps)
+    steps = sorted(step.at for trace in others for step in trace.steps)
     if not steps or steps[-1] < until:
         raise LookupError("it is not over")
     return max(after - max(before, at) for before, after in pairwise(steps) if after > at and before < until)
 
 
 def frozen(asked: argparse.Namespace) -> Figures:
-    """One run in which a worker freezes again and again."""
+    """One run in which one worker freezes repeatedly."""
     with started(UNISONO) as training:
         training.until(training.complete, PATIENCE_SECONDS)
         began = time.monotonic()
         pid = random.Random(asked.seed).choice(training.present()).pid
         held = [_freeze(training, pid, asked) for _ in range(asked.times)]
         end = time.monotonic()
-        lives = training.lives()
+        traces = training.traces()
         steps, lacking, repeated = training.tally(PATIENCE_SECONDS)
-    useful = furthest(lives, end) - furthest(lives, began)
+    useful = furthest(traces, end) - furthest(traces, began)
     return {
         "held_seconds": held,
         "first_seconds": statistics.median(held[: len(held) // 2]),
@@ -71,26 +70,26 @@ def frozen(asked: argparse.Namespace) -> Figures:
 
 
 def _freeze(training: Training, pid: int, asked: argparse.Namespace) -> float:
-    """Stops that worker once; afterwards it has come back, and the next time may begin."""
+    """Stops that worker once, and waits until it has joined again; the longest time without a step of the others."""
     at = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     time.sleep(asked.away)
     until = time.monotonic()
     training.of(pid).resume()
-    others = [life.pid for life in training.present() if life.pid != pid]
+    others = [trace.pid for trace in training.present() if trace.pid != pid]
     held = training.until(lambda: held_seconds([training.of(o) for o in others], at, until), PATIENCE_SECONDS)
     training.until(lambda: _steps_since(training.of(pid), until) >= WARM_STEPS, PATIENCE_SECONDS)
     time.sleep(max(0.0, at + asked.every - time.monotonic()))
     return float(held)
 
 
-def _steps_since(life: Life, at: float) -> int:
-    return sum(step.at > at for step in life.steps)
+def _steps_since(trace: ProcessTrace, at: float) -> int:
+    return sum(step.at > at for step in trace.steps)
 
 
 def expected(found: Mapping[str, Sequence[Figures]]) -> list[float]:
     """Steps per second of the workers that were present, repeat by repeat."""
-    rates = zip(*([each["steps_per_second"] for each in found[way]] for way in (CALM, FEWER)), strict=True)
+    rates = zip(*([each["steps_per_second"] for each in found[way]] for way in (BASELINE, BASELINE_FEWER)), strict=True)
     shares = (each["stopped_share"] for each in found[UNISONO])
     return [three * (1 - share) + two * share for (three, two), share in zip(rates, shares, strict=True)]
 
@@ -101,7 +100,7 @@ def judged(found: Mapping[str, Sequence[Figures]]) -> list[Verdict]:
     present = Claim("useful steps/s under freezes against those of the workers present", KEPT)
     later = Claim("a freeze of the last half to the others' next step: s against the first half", LATER, at_least=False)
     return [
-        Verdict(present, "undisturbed", "steps/s", of("steps_per_second"), expected(found)),
+        Verdict(present, "without faults", "steps/s", of("steps_per_second"), expected(found)),
         Verdict(later, "the first half", "s", of("last_seconds"), of("first_seconds")),
     ]
 
@@ -111,12 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=10, help="that the worker freezes (10)")
     parser.add_argument("--every", type=float, default=12.0, help="seconds between two freezes, or more (12)")
     parser.add_argument("--away", type=float, default=4.0, help="seconds of each freeze (4)")
-    parser.add_argument("--calm", type=float, default=40.0, help="seconds of each run without any (40)")
-    parser.add_argument("--seed", type=int, default=0, help="of who freezes")
+    parser.add_argument("--baseline", type=float, default=40.0, help="seconds of each run without faults (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of the worker that freezes")
     asked = parser.parse_args(arguments)
     ways: dict[str, Callable[[], Figures]] = {
-        CALM: functools.partial(calm, WORKERS, asked.calm),
-        FEWER: functools.partial(calm, WORKERS - 1, asked.calm),
+        BASELINE: functools.partial(baseline, WORKERS, asked.baseline),
+        BASELINE_FEWER: functools.partial(baseline, WORKERS - 1, asked.baseline),
         UNISONO: functools.partial(frozen, asked),
     }
     found = harness.interleave(ways, asked.repeats)

@@ -30,20 +30,20 @@ from benchmarks.harness import BIN, SCRIPTS
 from unisono.data import MicroBatchPlan
 
 WORKERS, MICRO_BATCHES, MICRO_BATCH, SAMPLES = 3, 12, 2, 1 << 14  # as in scripts/sample_counting_model.py
-WARM_STEPS = 20  # of every worker, before something is done to one
-LOOK_SECONDS = 0.01  # between two looks at what was written
+WARM_STEPS = 20  # of every worker, before a fault
+LOOK_SECONDS = 0.01  # between two reads of the traces
 UNISONO, TORCHRUN, TORCHFT = "unisono", "torchrun", "torchft"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A process has a further step in its weights.
+    """A further step in the weights of a process.
 
     Args:
         at: seconds on the machine's clock.
         number: steps that are in them.
-        computed: micro-batches that it computed since its step before, those for nothing included.
-        workers: that took part, where the process knows; else 0.
+        computed: micro-batches that it computed since its step before, discarded ones included.
+        workers: that took part, if the process knows; else 0.
     """
 
     at: float
@@ -53,8 +53,8 @@ class Step:
 
 
 @dataclass
-class Life:
-    """A process: when it was started, when it was ready to write, and its steps."""
+class ProcessTrace:
+    """What one process wrote: when it was started, when it was ready, and its steps."""
 
     pid: int
     born: float = 0.0
@@ -62,15 +62,15 @@ class Life:
     steps: list[Step] = field(default_factory=list)
 
     def read(self, line: str) -> None:
-        """One more line that it wrote."""
-        told = json.loads(line)
-        if "born" in told:
-            self.born, self.ready = told["born"], told["at"]
+        """Adds one line that the process wrote."""
+        record = json.loads(line)
+        if "born" in record:
+            self.born, self.ready = record["born"], record["at"]
         else:
-            self.steps.append(Step(told["at"], told["step"], told["computed"], told["workers"]))
+            self.steps.append(Step(record["at"], record["step"], record["computed"], record["workers"]))
 
     def resume(self) -> None:
-        """It was frozen, and goes on."""
+        """Ends a freeze by SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     @property
@@ -82,13 +82,13 @@ class Life:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What one death cost; seconds since it.
+    """The cost of one death, in seconds since it.
 
     Args:
-        next_seconds: until a step that the dead had no part in.
-        steps_lost: that were in somebody's weights and had to be taken once more.
-        born_seconds: until a process was there in its place.
-        back_seconds: until that had its first step in the weights; `ready_seconds`: since it was started.
+        next_seconds: until a step that the killed worker had no part in.
+        steps_lost: that were in the weights of a worker and had to be repeated.
+        born_seconds: until its replacement was started.
+        back_seconds: until the first step of the replacement was in the weights; `ready_seconds`: from its start.
     """
 
     next_seconds: float
@@ -98,33 +98,34 @@ class Recovery:
     ready_seconds: float
 
 
-def recovery(lives: Sequence[Life], dead: Life, at: float) -> Recovery:
-    """What `lives` show of the death of `dead`, at that time; raises LookupError while they do not show all of it."""
-    ours = dead.steps[-1].number
+def recovery(traces: Sequence[ProcessTrace], lost: ProcessTrace, at: float) -> Recovery:
+    """The cost of the death of `lost` at time `at`; raises LookupError while `traces` do not show all of it."""
+    ours = lost.steps[-1].number
     steps = sorted(
-        ((step, life) for life in lives if life is not dead for step in life.steps if step.at > at),
+        ((step, trace) for trace in traces if trace is not lost for step in trace.steps if step.at > at),
         key=lambda each: each[0].at,
     )
-    without = next((s for s, life in steps if _without(s, life, ours, at)), None)
-    another = next((life for life in sorted(lives, key=lambda life: life.born) if life.born > at), None)
+    without = next((s for s, trace in steps if _without(s, trace, ours, at)), None)
+    another = next((trace for trace in sorted(traces, key=lambda trace: trace.born) if trace.born > at), None)
     if without is None or another is None or not another.steps:
         raise LookupError("it is not over")
-    before = max(s.number for life in lives for s in life.steps if s.at < without.at)
+    before = max(s.number for trace in traces for s in trace.steps if s.at < without.at)
     back = another.steps[0].at
     return Recovery(without.at - at, max(0, before + 1 - without.number), another.born - at, back - at,
                     back - another.born)  # fmt: skip
 
 
-def _without(step: Step, life: Life, last: int, at: float) -> bool:
-    """Whether the worker that died at that time, whose own last step was `last`, had no part in `step` of `life`: the
-    one that was under way it may have had."""
+def _without(step: Step, trace: ProcessTrace, last: int, at: float) -> bool:
+    """Whether the worker that was killed at time `at`, after its step `last`, had no part in `step` of `trace`.
+
+    It may have had a part in the step in progress."""
     fair = MICRO_BATCHES // WORKERS
     shared = step.workers == WORKERS if step.workers else step.computed == fair
-    return life.born > at or step.number > last + 1 or not shared
+    return trace.born > at or step.number > last + 1 or not shared
 
 
 def spoilt(tally: Sequence[float], steps: int) -> tuple[int, int]:
-    """Samples that are missing in weights of so many steps, and that are in them once more than they should be."""
+    """How many uses of samples are missing in the weights after `steps` steps, and how many are too many."""
     plan = MicroBatchPlan(SAMPLES, MICRO_BATCHES * MICRO_BATCH, MICRO_BATCH)
     used = [plan.indices(step, m) for step in range(steps) for m in range(MICRO_BATCHES)]
     right = np.bincount(np.concatenate(used), minlength=SAMPLES)
@@ -132,13 +133,13 @@ def spoilt(tally: Sequence[float], steps: int) -> tuple[int, int]:
     return int(-apart[apart < 0].sum()), int(apart[apart > 0].sum())
 
 
-def usual_seconds(life: Life) -> float:
-    """Of a step, by the median."""
-    return statistics.median(b.at - a.at for a, b in pairwise(life.steps))
+def usual_seconds(trace: ProcessTrace) -> float:
+    """The median step time."""
+    return statistics.median(b.at - a.at for a, b in pairwise(trace.steps))
 
 
 def command(way: str, folder: Path, *, workers: int = WORKERS, torchft: str = "") -> list[str]:
-    """What a user would type, to train until told to stop."""
+    """What a user would type, to train until it is stopped."""
     if way == UNISONO:
         task = f"{SCRIPTS / 'sample_counting_model.py'}:task"
         return [str(BIN / "unisono"), "train", task, f"--folder={folder}", f"--workers={workers}",
@@ -152,42 +153,42 @@ def command(way: str, folder: Path, *, workers: int = WORKERS, torchft: str = ""
 
 
 class Training:
-    """One that is under way, with its processes; `started` makes it."""
+    """A training run in progress, with its processes; made by `started`."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], workers: int) -> None:
         self.folder, self._process, self._workers = folder, process, workers
-        self._read: dict[Path, tuple[int, Life]] = {}
+        self._read: dict[Path, tuple[int, ProcessTrace]] = {}
 
-    def lives(self) -> list[Life]:
-        """All processes that there were, as far as they have written what they did."""
+    def traces(self) -> list[ProcessTrace]:
+        """All processes so far, with what they have written."""
         for path in self.folder.glob("*.jsonl"):
-            read, life = self._read.get(path, (0, Life(int(path.stem))))
+            read, trace = self._read.get(path, (0, ProcessTrace(int(path.stem))))
             with path.open("rb") as file:
                 file.seek(read)
                 whole = file.read().rpartition(b"\n")[0]
             for line in whole.decode().splitlines():
-                life.read(line)
-            self._read[path] = read + len(whole) + bool(whole), life
-        return [life for _, life in self._read.values()]
+                trace.read(line)
+            self._read[path] = read + len(whole) + bool(whole), trace
+        return [trace for _, trace in self._read.values()]
 
-    def of(self, pid: int) -> Life:
-        """The process of that number."""
-        return next(life for life in self.lives() if life.pid == pid)
+    def of(self, pid: int) -> ProcessTrace:
+        """The process with that id."""
+        return next(trace for trace in self.traces() if trace.pid == pid)
 
-    def present(self, steps: int = 1) -> list[Life]:
-        """Processes that are there, with so many steps, in the order in which they were started."""
-        return sorted((o for o in self.lives() if len(o.steps) >= steps and o.alive), key=lambda o: (o.born, o.pid))
+    def present(self, steps: int = 1) -> list[ProcessTrace]:
+        """Running processes with at least `steps` steps, in the order of their start."""
+        return sorted((o for o in self.traces() if len(o.steps) >= steps and o.alive), key=lambda o: (o.born, o.pid))
 
-    def complete(self, steps: int = WARM_STEPS) -> list[Life] | None:
-        """All workers, once each of them has so many steps."""
+    def complete(self, steps: int = WARM_STEPS) -> list[ProcessTrace] | None:
+        """All workers, once each has at least `steps` steps; else None."""
         found = self.present(steps)
         return found if len(found) == self._workers else None
 
     def until(self, look: Callable[[], Any], within_seconds: float) -> Any:
-        """What `look` finds, once it finds something; it has no say while it raises LookupError.
+        """The first true result of `look`, which may raise LookupError before.
 
         Raises:
-            TimeoutError: it did not, or the command has ended.
+            TimeoutError: there was none in time, or the command has ended.
         """
         end = time.monotonic() + within_seconds
         while time.monotonic() < end and self._process.poll() is None:
@@ -197,23 +198,23 @@ class Training:
             time.sleep(LOOK_SECONDS)
         raise TimeoutError(f"not within {within_seconds:g} s, exit code {self._process.poll()}")
 
-    def do(self, number: signal.Signals, chance: random.Random, steps: int = 1) -> tuple[Life, float]:
-        """Send one of the workers that are present, with so many steps, the signal; which, and when."""
-        life = chance.choice(self.present(steps))
+    def signal_one(self, number: signal.Signals, chance: random.Random, steps: int = 1) -> tuple[ProcessTrace, float]:
+        """Sends the signal to a random running worker with at least `steps` steps; the worker, and when."""
+        trace = chance.choice(self.present(steps))
         at = time.monotonic()
-        os.kill(life.pid, number)
-        return life, at
+        os.kill(trace.pid, number)
+        return trace, at
 
     def tally(self, within_seconds: float = 60.0) -> tuple[int, int, int]:
-        """Steps in the weights of one of the workers; samples that are missing in them, or too often."""
+        """Steps in the weights of one worker; uses of samples that are missing, and that are too many."""
         (self.folder / "enough").touch()
         path = self.until(lambda: next(self.folder.glob("[0-9]*[0-9].npz"), None), within_seconds)
         with np.load(path) as found:
             steps = int(found["steps"])
             return steps, *spoilt(found["tally"], steps)
 
-    def words(self) -> str:
-        """The end of what the command has said."""
+    def log_tail(self) -> str:
+        """The end of the command's output."""
         return (self.folder / "log").read_text(errors="replace")[-3000:]
 
 
@@ -231,6 +232,6 @@ def started(way: str, *, workers: int = WORKERS, torchft: str = "") -> Iterator[
         try:
             yield training
         except TimeoutError as error:
-            raise TimeoutError(f"{way}: {error}\n{training.words()}") from error
+            raise TimeoutError(f"{way}: {error}\n{training.log_tail()}") from error
         finally:
             harness.end(process)

@@ -1,7 +1,6 @@
-"""What it costs, without any fault, that workers may come and go: steps per second with `elastic` on and off.
+"""Cost of elasticity without faults: steps per second with `elastic` on and off.
 
-Coordinator, agents, their threads, and the account of where time goes on the one side; none of a coordinator and an
-agent on the other.
+With it: coordinator, agents with their threads, and the time ledger. Without it: neither coordinator nor agent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A network of several hosts on this machine: namespaces on a bridge, links of a given rate and delay, limited CPUs."""
+"""A simulated network of hosts: namespaces on a bridge, links of a given rate and delay, limited CPUs."""
 
 from benchmarks.netlab.errors import Failed, Unavailable
 from benchmarks.netlab.network import Host, Netlab, Rate, netlab

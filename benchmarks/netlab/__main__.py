@@ -1,8 +1,8 @@
-"""Run ``unisono`` on several hosts that this machine plays: ``python -m benchmarks.netlab [options] -- train text …``.
+"""Runs ``unisono`` on several simulated hosts: ``python -m benchmarks.netlab [options] -- train text …``.
 
-One worker per host, started as torchrun starts it, joined by links of a given rate and delay. Needs root and the
-commands ip, tc and mount; everything is removed at the end. A worker gets one compute thread unless told otherwise:
-every host believes that all of this machine's cores are its own.
+One worker per host, started as torchrun starts it, connected by links of a given rate and delay. Needs root and the
+commands ip, tc and mount; everything is removed at the end. Each worker has one compute thread by default, because
+every host sees all cores of this machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways of training the task ``text`` on several hosts: ours by the words after ``unisono train``, peers by theirs."""
+"""Ways of training the task ``text`` on several hosts: ours by options of ``unisono train``, peers by their own."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Measured:
     Args:
         bytes_per_step: that the busiest host sent by its cable, headers included, start-up left out.
         summary: what our run came to (``summary.json``); empty for a peer, and where it was stopped.
-        said: worker 0's log.
+        log: worker 0's log.
     """
 
     trace: Trace
     bytes_per_step: float
     summary: Mapping[str, Any] = field(default_factory=dict)
-    said: str = ""
+    log: str = ""
 
 
 @dataclass
@@ -144,8 +144,8 @@ def train(
         run_workers(lab, words, timeout_seconds=timeout_seconds, until=watch.enough)
         trace, result = of_peer(json.loads(at.read_text())), {}
     steps = trace.marks[-1].step if trace.marks else 0
-    said = (lab.hosts[0].home / "stderr").read_text(errors="replace")
-    return Measured(trace, watch.bytes_per_step(steps), result, said)
+    log = (lab.hosts[0].home / "stderr").read_text(errors="replace")
+    return Measured(trace, watch.bytes_per_step(steps), result, log)
 
 
 def attempts(ways: Mapping[str, Callable[[], T]], repeats: int) -> tuple[dict[str, list[T]], dict[str, str]]:
@@ -167,7 +167,7 @@ def attempts(ways: Mapping[str, Callable[[], T]], repeats: int) -> tuple[dict[st
 
 
 def _begun(report: Path) -> Trace:
-    """A peer tells only that it begins to train, by an empty report; all the rest at its end."""
+    """A peer reports its start by an empty file, and all figures at its end."""
     return Trace((Mark(0, 0.0, 0.0),) if report.exists() else (), ())
 
 

@@ -1,4 +1,4 @@
-"""How much of a core a group of processes may use: a control group of its own (version 1, controller ``cpu``)."""
+"""Limits the CPU time of a group of processes by a control group (version 1, controller ``cpu``)."""
 
 from __future__ import annotations
 

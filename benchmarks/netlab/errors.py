@@ -1,9 +1,9 @@
-"""What can go wrong with hosts that are played."""
+"""Errors of simulated hosts."""
 
 
 class Unavailable(Exception):
-    """This machine cannot play several hosts; says why."""
+    """This machine cannot simulate several hosts; the message says why."""
 
 
 class Failed(Exception):
-    """A worker ended badly, or all of them hung; says which and what it said."""
+    """A worker failed, or all of them hung; with the worker and the end of its output."""

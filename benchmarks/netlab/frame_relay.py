@@ -1,12 +1,14 @@
-"""Passes Ethernet frames on between ``cableN`` and ``innerN``, late or never: ``relay.py HOSTS DELAY_SECONDS LOSS``.
+"""Forwards Ethernet frames between ``cableN`` and ``innerN`` with delay and loss.
 
-What a host sends is held for the delay and lost by chance; what it is sent passes at once. So a frame between any two
-hosts is delayed once, and a round trip takes twice the delay. Order is kept. Chance is seeded: the same sequence of
-draws in every run, though not the same frames.
+    frame_relay.py HOSTS DELAY_SECONDS LOSS
 
-Limits: this is Python, some 10 microseconds per frame and core: fit for links of up to about 100 Mbit/s. The delay
-is exact to about a millisecond. Loss is independent from frame to frame. A
-frame may be as large as the kernel's segments, up to 64 kB on fast links, when the loss of one is that of many packets.
+Frames that a host sends are delayed and dropped at random; frames to a host pass at once. So a frame between any two
+hosts is delayed once, and a round trip takes twice the delay. Order is kept. The random generator is seeded: every run
+has the same sequence of draws, though not the same frames.
+
+Limits: this is Python and takes some 10 microseconds per frame and core, which is enough for links of up to about
+100 Mbit/s. The delay is exact to about a millisecond. Losses are independent from frame to frame. A frame may be as
+large as the kernel's segments, up to 64 kB on fast links; its loss is then that of many packets.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Way:
             try:
                 frame, about = self.source.recvfrom(_FRAME_BYTES)
             except OSError:
-                return  # there is nothing more; or the cable is out, which is told once
+                return  # no more frames, or the link is down, which is reported once
             if about[2] == _OUTGOING or (self.loss and self.chance.random() < self.loss):
                 continue
             if self.delay_seconds:

@@ -1,15 +1,15 @@
-"""Hosts that are network namespaces, each with one cable to a bridge in a namespace of its own.
+"""Hosts that are network namespaces, each connected to a bridge in another namespace.
 
     host 0: eth0 ══ cable0 ┐                      ══  a pair of veth; each end sends through a token bucket (tbf),
     host 1: eth0 ══ cable1 ┼ bridge                   so that a link has its rate in both directions
     host 2: eth0 ══ cable2 ┘
 
-With a delay or a loss, the frames between ``cableN`` and the bridge are passed on by `relay.py`. Nothing of it can be
-reached from outside, nor reaches out. Processes, namespaces and control groups are gone after the block of `netlab`,
-also after an exception or SIGTERM; what a killed one left is removed by the next.
+With a delay or a loss, `frame_relay.py` forwards the frames between ``cableN`` and the bridge. The network is isolated
+in both directions. Processes, namespaces and control groups are removed at the end of the block of `netlab`, also after
+an exception or SIGTERM; what a killed block left is removed by the next one.
 
-The hosts share this machine's cores, its clock, its process numbers and its disk, but each has a working directory
-that the others see empty.
+The hosts share this machine's cores, clock, process numbers and disk, but each has a working directory that the others
+see empty.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from benchmarks.netlab.errors import Unavailable
 RELAY = Path(__file__).with_name("frame_relay.py")
 _PREFIX = "netlab"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_QUEUE_SECONDS = 0.05  # how long a frame may wait for its turn before the link drops it
+_QUEUE_SECONDS = 0.05  # how long a frame may be queued before the link drops it
 _BURST_SECONDS = 0.001  # of sending at the rate that may leave at once: the error of a small message's time
 _BURST_BYTES = (3_200, 131_072)  # two frames at least; above, one segment as the kernel hands it over
 _JOIN = 'echo $$ > "$0" && exec "$@"'  # the control group, before `ip netns exec` lays a new /sys over it
 _HOST = """\
 while [ "$1" != -- ]; do mount -t tmpfs tmpfs "$1" || exit 125; shift; done; shift
 exec "$@"
-"""  # run in the mount namespace that `ip netns exec` makes: what is mounted there, nobody else sees
+"""  # run in the mount namespace that `ip netns exec` makes, whose mounts are invisible elsewhere
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _end(name: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Of those whose maker is dead: namespaces with all that runs in them, control groups, directories."""
+    """Removes namespaces with their processes, control groups and directories whose owner has exited."""
     for line in _run("ip", "netns", "list").splitlines():
         if _orphaned(line):
             _remove(line.split()[0])
@@ -318,7 +318,7 @@ def _run(*words: str) -> str:
     """What the command prints.
 
     Raises:
-        Unavailable: it failed; with what it said.
+        Unavailable: it failed; with its output.
     """
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -1,7 +1,7 @@
-"""What a run of training was like: how far its clock was after each step, and what evaluations gave.
+"""The training time after each step of a run, and the results of its evaluations.
 
-The clock counts training alone: start-up is before it, and it stands still during evaluations. For us it is read from
-the run's ``events.jsonl``, for peers from the report of ``scripts/text_contestants.py``.
+The clock counts training alone, without start-up and evaluations. For our runs it is read from ``events.jsonl``, for
+peers from the report of ``scripts/text_contestants.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One worker per host, told who it is as torchrun tells it."""
+"""Starts one worker per host, with the environment variables of torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.netlab.errors import Failed
 from benchmarks.netlab.network import Host, Netlab
 
-PORT = 29500  # every host has ports of its own
+PORT = 29500  # every host has its own ports
 _OF_LAUNCHERS = ("UNISONO_", "OMPI_", "SLURM_", "TORCHELASTIC_", "PMI")
 
 
@@ -66,7 +66,7 @@ def run_workers(
 
     Raises:
         Failed: a worker ended with something else than 0 (all are then killed after a second), or the time is over;
-            with the end of what the first such worker said.
+            with the end of the first such worker's output.
     """
     before, began = lab.sent_bytes, time.monotonic()
     clean = {name: "" for name in os.environ if name.startswith(_OF_LAUNCHERS)}
@@ -80,7 +80,7 @@ def run_workers(
         if stopped:
             break
         if any(process.poll() for process in started):
-            time.sleep(1.0)  # the others notice by themselves, and say so
+            time.sleep(1.0)  # the others detect it and report it
             break
         if time.monotonic() - began > timeout_seconds:
             break
@@ -91,6 +91,6 @@ def run_workers(
     if not stopped and any(codes[k] != 0 for k in range(size)):
         first = next((k for k in range(size) if codes[k]), 0)
         how = f"ended with {codes[first]}" if codes[first] else f"was still running after {seconds:.0f} s"
-        said = (lab.hosts[first].home / "stderr").read_text(errors="replace")[-3000:]
-        raise Failed(f"{' '.join(map(str, command))}\nworker {first} {how}:\n{said}")
+        log_tail = (lab.hosts[first].home / "stderr").read_text(errors="replace")[-3000:]
+        raise Failed(f"{' '.join(map(str, command))}\nworker {first} {how}:\n{log_tail}")
     return Finished(tuple(code or 0 for code in codes), seconds, sent, stopped)

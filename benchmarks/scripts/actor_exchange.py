@@ -1,4 +1,4 @@
-"""Two workers and one server on this machine: what a round trip takes, and how much goes through.
+"""Two workers and one server on this machine: round-trip time and throughput.
 
 Run by `benchmarks.communication.actor_round_trip`; writes a JSON object to ``--report``.
 """
@@ -31,13 +31,13 @@ class Store:
         self._held: dict[int, torch.Tensor] = {}
 
     def connected(self, lines: Sequence[ActorConnection]) -> None:
-        """Needs nobody."""
+        """Needs no connections."""
 
     def lost(self, sender: int) -> None:
-        """Waits for nobody."""
+        """Does not wait for senders."""
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
+        """The tensor that arrived is memory of this sender only, so the sum may be returned in it."""
         (x,) = message.tensors
         if x.numel() not in self._held:
             self._held[x.numel()] = torch.zeros_like(x)

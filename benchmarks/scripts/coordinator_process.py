@@ -1,4 +1,4 @@
-"""A coordinator by itself, as a launcher starts it, for `workers` workers; says where it is, and ends with its input.
+"""A coordinator for `workers` workers, as a launcher starts it. Prints its address; ends when its input is closed.
 
 Run by `benchmarks.elasticity.coordinator`.
 """
@@ -26,10 +26,10 @@ if __name__ == "__main__":
         )
         serving = CoordinatorServer(Endpoint(), policy, Path(folder, "state"), os.environ["UNISONO_TOKEN"])
 
-        def until_told() -> None:
+        def until_input_closes() -> None:
             sys.stdin.read()
             serving.stop()
 
-        threading.Thread(target=until_told, daemon=True).start()
+        threading.Thread(target=until_input_closes, daemon=True).start()
         print(serving.url, flush=True)
         serving.run()

@@ -1,7 +1,7 @@
-"""One training loop; only `distribute` knows who it is shared with.
+"""One training loop for three ways of distributing it; only `distribute` differs.
 
-Started alone (``plain``), by torchrun (``ddp``) or by ``unisono launch`` (``unisono``). The model, the
-optimizer, the batches in memory and the loop are the same for all three. Rank 0 writes a report.
+Started alone (``plain``), by torchrun (``ddp``) or by ``unisono launch`` (``unisono``). The model, the optimizer, the
+batches in memory and the loop are the same for all three. Rank 0 writes a report.
 """
 
 from __future__ import annotations

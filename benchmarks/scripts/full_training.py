@@ -1,7 +1,7 @@
-"""The whole of training: ``unisono.train``, on one worker or several, and a plain loop over a `DataLoader`.
+"""``unisono.train`` on one worker or several, and a plain loop over a `DataLoader`.
 
-The same task for both: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
-(records, checks, the display's figures) is part of what is measured.
+Both have the same task: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
+(records, checks, figures of the display) is measured too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
         workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run_dir="run",
         compress=parse("compress", asked.compress, COMPRESSORS), **sizes)  # fmt: skip
     result = unisono.train(task, config, quiet=True)
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     steps_per_second = result.samples_per_second / sizes["global_batch"]
     return {"step_seconds_median": result.step_seconds_median, "steps_per_second": steps_per_second}
 

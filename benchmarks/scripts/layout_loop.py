@@ -41,7 +41,7 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
             unisono.Config(
                 workers=layout.workers, layout=layout, steps=asked.steps, global_batch=asked.global_batch,
                 micro_batch=asked.micro_batch, threads=1, run_dir=f"{folder}/run"), quiet=True)  # fmt: skip
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     return {"step_seconds_median": result.step_seconds_median, "loss": result.loss}
 
 

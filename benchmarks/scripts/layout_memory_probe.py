@@ -1,7 +1,7 @@
-"""What each worker of a layout holds, and the most that it ever took: one run of `unisono.train`, seen from inside.
+"""What each worker of a layout holds, and its peak memory, measured inside one run of `unisono.train`.
 
-Every worker enters a control group of its own before its model is built, if it is told where to make one, and so may
-be held to a limit. Every worker writes what it holds at its last optimizer step; rank 0 reports.
+With ``--groups``, every worker enters a control group of its own before its model is built, which may limit its memory.
+Every worker writes what it holds at its last optimizer step; rank 0 reports.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from unisono.notation import parse
 from unisono.tasks.builtin.gpt import GPT
 
 CONTEXT = 32  # bytes: activations weigh little beside the model
-STEPS = 3  # the optimizer's state is there from the second on
+STEPS = 3  # the optimizer has state from the second step on
 
 
 @dataclass(frozen=True)
-class Room:
-    """Where a worker makes a control group of its own (an empty path: nowhere), and its limit (0: none)."""
+class MemoryGroup:
+    """The parent of a worker's control group (empty: none), and the limit of its memory (0: none)."""
 
     groups: str
     limit_bytes: int
 
     def enter(self) -> None:
-        """What this process takes from now on is counted, and the kernel kills it beyond the limit."""
+        """From now on the kernel accounts the memory of this process, and kills it above the limit."""
         if self.groups:
             group = Path(self.groups, str(os.getpid()))
             group.mkdir()
@@ -52,9 +52,9 @@ class Room:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def build(shape: GPT, room: Room) -> nn.Module:
-    """The model; whoever builds it has entered its room."""
-    room.enter()
+def build(shape: GPT, memory_group: MemoryGroup) -> nn.Module:
+    """The model, built after this process has entered its control group."""
+    memory_group.enter()
     return shape.build()
 
 
@@ -105,7 +105,7 @@ def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     shape = GPT(layers=asked.layers, width=asked.width, heads=4, context=CONTEXT)
     tokens = torch.randint(256, (64, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     task = unisono.Task(
-        model=functools.partial(build, shape, Room(asked.groups, asked.limit_bytes)),
+        model=functools.partial(build, shape, MemoryGroup(asked.groups, asked.limit_bytes)),
         data=TensorDataset(tokens[:, :-1], tokens[:, 1:]),
         loss=loss,
         optimizer=functools.partial(optimizer, folder=folder),
@@ -125,9 +125,9 @@ def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         result = unisono.train(task, config, quiet=True)
     except WorkerFailed as failed:
         return {"failed": failed.reason}
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     figures = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
-    # Before there are workers, the optimizer is tried on small tensors in a process of its own.
+    # Before the workers start, the optimizer is tried on small tensors in another process.
     workers = sorted(figures, key=lambda each: int(each["parameters"]))[-layout.workers :]
     return {"loss": result.loss, "peak_rss_bytes": result.peak_rss_bytes, "workers": workers}
 

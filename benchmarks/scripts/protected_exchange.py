@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from unisono.comm import ActorConnection, ActorMessage, Answer
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.client import ActorAddress, SocketConnection, directly, not_counted
 from unisono.comm.actors.handshake import ConnectionTerms, TrustedConnection
 from unisono.comm.actors.protection import Direction, Protected, Protection
@@ -36,13 +36,13 @@ class Adding:
         self._held: dict[int, torch.Tensor] = {}
 
     def connected(self, lines: Sequence[ActorConnection]) -> None:
-        """Needs nobody."""
+        """Needs no connections."""
 
     def lost(self, sender: int) -> None:
-        """Waits for nobody."""
+        """Does not wait for senders."""
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
+        """The tensor that arrived is memory of this sender only, so the sum may be returned in it."""
         (x,) = message.tensors
         held = self._held.setdefault(x.numel(), torch.zeros_like(x))
         held += x
@@ -50,22 +50,22 @@ class Adding:
         answer(ActorMessage("sum", {}, [x]))
 
 
-def connection(wire: socket.socket, way: str) -> TrustedConnection:
+def connection(sock: socket.socket, way: str) -> TrustedConnection:
     """Both ends have one key: it is the cost that counts here."""
     mode = Protection[way.upper()]
     made: Callable[[], Direction] = partial(Protected, KEY, mode is Protection.ENCRYPTED) if mode else Direction
-    return TrustedConnection(wire, ConnectionTerms(frames.LARGEST_BYTES, mode), made(), made())
+    return TrustedConnection(sock, ConnectionTerms(wire_format.LARGEST_BYTES, mode), made(), made())
 
 
 def serve(core: int, way: str, port: int) -> None:
     """The actor's process."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    desk = ActorServer(Adding(), 0, lambda sender, nbytes: None)
-    desk.connected([])
-    with socket.create_connection(("127.0.0.1", port)) as wire:
-        desk.welcome(connection(wire, way), 0)
-        desk._connections[0]._thread.join()  # until the client goes
+    server = ActorServer(Adding(), 0, lambda sender, nbytes: None)
+    server.connected([])
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        server.accept(connection(sock, way), 0)
+        server._connections[0]._thread.join()  # until the client goes
 
 
 def timed(push: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
@@ -88,15 +88,15 @@ def main() -> None:
     second = first if asked.shared else others[0]
     os.sched_setaffinity(0, {first})
     torch.set_num_threads(1)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         actor = multiprocessing.get_context("spawn").Process(target=serve, args=(second, asked.way, port), daemon=True)
         actor.start()
-        wire, _ = door.accept()
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock, _ = listening.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     assert actor.pid is not None
     line = SocketConnection(
-        connection(wire, asked.way), ActorAddress(0, "actor", 0, "", 0, actor.pid), not_counted, directly
+        connection(sock, asked.way), ActorAddress(0, "actor", 0, "", 0, actor.pid), not_counted, directly
     )
     push = lambda x: line.call(ActorMessage("push", {"step": 1}, [x])).wait()
     small, large = torch.ones(SMALL_ELEMENTS), torch.ones(LARGE_ELEMENTS)

@@ -1,10 +1,10 @@
-"""A small GPT whose weights also count the samples that were used: what is lost or repeated can be read off them.
+"""A small GPT whose weights also count how often each sample was used.
 
-One parameter, `tally`, has a number for each sample of the dataset. The loss is as steep in it as the sample counts in
-the mean, and its learning rate is the global batch: a step adds 1 to the numbers of its samples. It is averaged,
-checkpointed and handed over like all other weights, whatever trains them.
+One parameter, `tally`, has an element for each sample of the dataset. Its gradient is the weight of the sample in the
+mean, and its learning rate is the global batch, so that a step adds 1 to the elements of its samples. It is averaged,
+checkpointed and transferred like all other weights, by any framework. Lost or repeated samples show in the result.
 
-Each process writes a line of JSON to a file of its own for every step that its optimizer has taken.
+Each process writes a line of JSON to its own file for every step of its optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Marks:
     """What this process does, one line each: ``<pid>.jsonl`` in `folder`; a line is written at once, as a whole."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._told, self.computed = folder, False, 0
+        self._folder, self._log_file, self.computed = folder, False, 0
         self._file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         now = time.monotonic()
         self._write({"at": now, "born": now - age_seconds()})
@@ -48,8 +48,8 @@ class Marks:
         at, steps = time.monotonic(), round(float(tally.detach().sum()) / GLOBAL_BATCH)
         self._write({"at": at, "step": steps, "computed": self.computed, "workers": workers})
         self.computed = 0
-        if not self._told and (self._folder / ENOUGH).exists():
-            self._told, path = True, self._folder / f"{os.getpid()}.tally"
+        if not self._log_file and (self._folder / ENOUGH).exists():
+            self._log_file, path = True, self._folder / f"{os.getpid()}.tally"
             np.savez(path.with_suffix(".part.npz"), tally=tally.detach().numpy(), steps=steps)
             path.with_suffix(".part.npz").rename(path.with_suffix(".npz"))
 

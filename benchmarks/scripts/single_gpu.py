@@ -1,7 +1,7 @@
-"""A GPT on one device: by `unisono.train`, by a plain loop, by a transformers `Trainer`.
+"""A GPT on one device, trained by `unisono.train`, by a plain loop, or by a transformers `Trainer`.
 
-The same shape, random text, bf16 autocast, ``torch.compile`` and fused AdamW for all. Writes a report; ``tiny`` on a
-CPU is for trying the script itself.
+All have the same shape, random text, bf16 autocast, ``torch.compile`` and fused AdamW. Writes a report. The model
+``tiny`` on a CPU is for trying the script itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ours(asked: argparse.Namespace) -> float:
                 steps=asked.steps, global_batch=asked.batch, micro_batch=asked.batch, precision="bf16",
                 compile=asked.compile, device=asked.device, threads=1,
                 run_dir=f"{folder}/run"), quiet=True)  # fmt: skip
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     return result.step_seconds_median
 
 
@@ -77,7 +77,7 @@ def plain(asked: argparse.Namespace) -> float:
             found = loss(called(batch[0]), batch)
         found.backward()
         optimizer.step()
-        float(found)  # waits for the device, as whoever shows the loss does
+        float(found)  # waits for the device, as showing the loss does
         marks.append(time.monotonic())
     return median(marks)
 

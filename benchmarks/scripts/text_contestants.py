@@ -1,8 +1,8 @@
-"""The task ``text`` trained by what others offer: DDP with hooks, torch's post-local SGD, torchft.
+"""The task ``text`` trained by peers: DDP with hooks, torch's post-local SGD, torchft.
 
-Model, initial weights, order of samples, optimizer, schedule, clipping and evaluation are those of ``unisono train
-text`` with the same seed: they are imported from it. Started once per worker with torchrun's variables; stops at the
-target or after the last step. Rank 0 writes what `benchmarks.netlab.run_trace` reads. The clock stands still during
+Model, initial weights, order of samples, optimizer, schedule, clipping and evaluation are imported from Unisono: they
+are those of ``unisono train text`` with the same seed. Started once per worker with torchrun's variables; stops at the
+target or after the last step. Rank 0 writes what `benchmarks.netlab.run_trace` reads. The clock stops during
 evaluations.
 """
 
@@ -101,7 +101,7 @@ def with_torchft(asked: argparse.Namespace, model: nn.Module, optimizer: torch.o
     rank, size, long = dist.get_rank(), dist.get_world_size(), timedelta(seconds=600)
     address = asked.address.format(rank=rank, host=rank + 1)
     if rank == 0:
-        with_torchft.lighthouse = LighthouseServer(  # type: ignore[attr-defined]  # lives as long as the process
+        with_torchft.lighthouse = LighthouseServer(  # type: ignore[attr-defined]  # kept as long as the process
             bind=f"{asked.address.format(rank=0, host=1)}:29511",
             min_replicas=size,
             join_timeout_ms=60_000,
@@ -137,7 +137,7 @@ class Batches:
 
 
 def evaluate(task: Task, model: nn.Module, rank: int, size: int) -> float:
-    """Bits per byte on all held-out windows, dealt out in batches."""
+    """Bits per byte on all held-out windows, batch by batch."""
     given = task.evaluate
     held_out, sums = build_dataset(given.data), torch.zeros(2, dtype=torch.float64)
     model.eval()
@@ -213,7 +213,7 @@ def main() -> None:
     if size > 1:
         dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's destructor hangs in one run in a few, torchft's threads go on for ever
+    os._exit(0)  # gloo's destructor hangs in one run in a few, torchft's threads never end
 
 
 def arguments() -> argparse.Namespace:

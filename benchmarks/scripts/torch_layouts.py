@@ -1,4 +1,4 @@
-"""Torch's own sharding, tensor parallelism and pipelining in plain loops, as one writes them for a model one knows."""
+"""Torch's own sharding, tensor parallelism and pipelining in plain loops, written by hand for one model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def train(asked: argparse.Namespace) -> dict[str, float]:
     held = [batches(asked.model, t, asked.global_batch, asked.micro_batch) for t in range(asked.steps)]
     losses: list[Tensor] = []  # of the last step's micro-batches that this worker knows of
     seconds = timed(WAYS[asked.way](asked, held, losses), asked.steps)
-    said = torch.tensor([sum(map(float, losses)), len(losses)], dtype=torch.float64)
-    dist.all_reduce(said)
-    return {"step_seconds_median": seconds, "loss": float(said[0] / said[1])}
+    totals = torch.tensor([sum(map(float, losses)), len(losses)], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return {"step_seconds_median": seconds, "loss": float(totals[0] / totals[1])}
 
 
 def fsdp(asked: argparse.Namespace, held: list[list[Batch]], losses: list[Tensor]) -> Step:

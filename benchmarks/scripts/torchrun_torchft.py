@@ -1,13 +1,14 @@
-"""The task of `tallied`, trained by what others offer for workers that die: torchrun, and torchft.
+"""The task of `sample_counting_model.py`, trained by peers that survive failures: torchrun and torchft.
 
-Started by torchrun, with ``--max-restarts``: DDP on gloo; all begin anew from the last checkpoint, which rank 0 writes
-every so many steps. Each attempt has keys of its own in torchrun's store, as those of the one before are still there.
+Started by torchrun with ``--max-restarts``: DDP on gloo. After a failure all workers restart from the last checkpoint,
+which rank 0 writes every few steps. Each attempt has its own key prefix in torchrun's store, because the keys of the
+attempt before still exist.
 
-Started alone (``torchft``): a lighthouse and three replicas of one worker each, and whichever dies is started again at
-once. Gradients are averaged by `Manager.allreduce` of one flat tensor, and a step's micro-batches are dealt out to
-those that take part in it, so that none is left out.
+Started alone (``torchft``): a lighthouse and three replicas of one worker each; a killed one is restarted at once.
+Gradients are averaged by `Manager.allreduce` of one flat tensor. The replicas that take part in a step share its
+micro-batches, so that none is left out.
 
-All have the model, the order of samples, the optimizer and the micro-batches that ``unisono train`` has.
+All have the model, the order of samples, the optimizer and the micro-batches of ``unisono train``.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def with_torchft(asked: argparse.Namespace) -> None:
     rows = samples().tensors[0]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    steps.step()  # of nothing: the optimizer's state is there, as it is in those that may hand theirs over
+    steps.step()  # a step of zeros allocates optimizer state, as replicas have it that may send theirs
     while True:
         steps.zero_grad(set_to_none=False)
         manager.start_quorum()
@@ -122,7 +123,7 @@ def with_torchft(asked: argparse.Namespace) -> None:
 
 
 def torchft(asked: argparse.Namespace) -> None:
-    """The lighthouse, and whoever starts replicas again; until SIGTERM."""
+    """Runs the lighthouse and restarts replicas, until SIGTERM."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -142,7 +143,7 @@ def torchft(asked: argparse.Namespace) -> None:
         for replica in replicas:
             replica.kill()
             replica.wait()
-        os._exit(0)  # the lighthouse goes on for ever
+        os._exit(0)  # the lighthouse never ends
 
 
 def main() -> None:

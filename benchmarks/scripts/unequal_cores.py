@@ -1,7 +1,7 @@
-"""A small GPT trained by workers that may use unequal parts of a core: alone, by DDP, or by `unisono.train`.
+"""A small GPT trained by workers with unequal shares of a core: alone, by DDP, or by `unisono.train`.
 
-Every worker enters a control group of its own before its model is built: whoever is first, the first. All ways have the
-same model, optimizer, windows in memory and micro-batches. Marks are taken as the optimizer steps.
+Every worker enters a control group before its model is built, in order of arrival. All ways have the same model,
+optimizer, windows in memory and micro-batches. The clock is read at each optimizer step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PERIOD_MICROSECONDS = 10_000  # of the quotas: short against a micro-batch
 
 
 def enter(groups: str, quotas: str) -> None:
-    """From now on this process has at most the part of a core that the first free place of `quotas` says."""
+    """Limits this process to the share of a core of the first free entry of `quotas`."""
     for place, cores in enumerate(quotas.split(",") if groups else ()):
         with contextlib.suppress(FileExistsError):
             group = Path(groups, str(place))
@@ -48,7 +48,7 @@ def enter(groups: str, quotas: str) -> None:
 
 
 def build(groups: str, quotas: str) -> nn.Module:
-    """The model; whoever builds it has entered its group."""
+    """The model, built after this process has entered its control group."""
     enter(groups, quotas)
     torch.manual_seed(0)
     return GPT(layers=4, width=128, heads=4, context=CONTEXT).build()
@@ -66,13 +66,13 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 def optimizer(parameters: Iterable[nn.Parameter], folder: str) -> Optimizer:
     """Fused AdamW, which writes down when it steps."""
     made = AdamW(parameters, lr=1e-4, fused=True)
-    file = open(Path(folder, f"{os.getpid()}.marks"), "a", buffering=1)  # noqa: SIM115 (it lives as long as the process)
+    file = open(Path(folder, f"{os.getpid()}.marks"), "a", buffering=1)  # noqa: SIM115 (kept as long as the process)
     made.register_step_post_hook(lambda *_: print(time.monotonic(), file=file))
     return made
 
 
 def by_hand(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The loop that one writes, alone or with DDP; each worker computes an equal part of every global batch."""
+    """A plain loop, on one worker or with DDP; each worker computes an equal part of every global batch."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked.way == "ddp":
         dist.init_process_group("gloo")
@@ -112,7 +112,7 @@ def ours(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         run_dir=f"{folder}/run",
     )
     result = unisono.train(task, config, quiet=True)
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     events = [json.loads(line) for line in Path(folder, "run", "events.jsonl").read_text().splitlines()]
     shares = [{"step": e["step"], "micro_batches": e["micro_batches"]} for e in events if e["event"] == "shares"]
     return {"weights_sha256": result.weights_sha256, "shares": shares}
@@ -132,12 +132,12 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = (ours if asked.way == "unisono" else by_hand)(asked, folder)
+        report = (ours if asked.way == "unisono" else by_hand)(asked, folder)
         marks = [float(line) for line in next(Path(folder).glob("*.marks")).read_text().splitlines()]
     samples = asked.timed * asked.micro_batches * asked.micro_batch
-    told["samples_per_second"] = samples / (marks[-1] - marks[-1 - asked.timed])
+    report["samples_per_second"] = samples / (marks[-1] - marks[-1 - asked.timed])
     if os.environ.get("RANK", "0") == "0":
-        asked.report.write_text(json.dumps(told))
+        asked.report.write_text(json.dumps(report))
     if asked.way == "ddp":
         dist.destroy_process_group()
         sys.stdout.flush()

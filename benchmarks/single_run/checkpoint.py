@@ -1,10 +1,10 @@
 """Training time lost to one checkpoint: ours against a synchronous ``torch.save`` and DCP's ``async_save``.
 
-One process with one compute thread trains a GPT of 42 million parameters with AdamW: 0.5 GB of parameters and
-optimizer state. What a checkpoint costs is how much longer the steps from it on take than the median of those
-right before it, summed until nothing goes on in the background and three steps more, so that whatever the writing
-takes from training is counted. ``no checkpoint`` is the same arithmetic where there is none: the noise. Every way
-takes one checkpoint before the clock starts; between two measurements the disk comes to rest.
+One process with one compute thread trains a GPT of 42 million parameters with AdamW: 0.5 GB of parameters and optimizer
+state. The cost of a checkpoint is the excess of the following steps over the median step right before it. It is summed
+until the background work has ended and three steps more, so that all interference of writing is counted.
+``no checkpoint`` is the same computation without a checkpoint: the noise. Every way takes one checkpoint before the
+clock starts; between two measurements the disk becomes idle.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Without:
         """After every step: whatever is to be looked after."""
 
     def complete(self) -> bool:
-        """Whether nothing goes on in the background."""
+        """Whether no background work is left."""
         return True
 
     def wait(self) -> None:
@@ -177,7 +177,7 @@ class AsyncStaging(AsyncSave):
 
 def lost_seconds(training: Training, way: Without, before: int) -> float:
     """Seconds that one checkpoint costs training: what the steps from it on take longer than the median of the
-    `before` steps right before it, summed until nothing goes on in the background and a few steps more.
+    `before` steps right before it, summed until the background work has ended and a few steps more.
 
     Then everything comes to rest, off the clock.
     """

@@ -1,16 +1,15 @@
-"""What a worker of a layout holds, and a model three times larger than a worker may be.
+"""Memory of a worker under a layout, and training of a model three times larger than a worker's limit.
 
-First, without limits: bytes of parameters, gradients and optimizer state that a worker holds, and the most memory that
-one ever took (peak resident set, start-up, activations and the last checkpoint included) above what the same layout
-takes for a model of almost nothing. Both are compared with the parameters, gradients and optimizer state of one worker.
+First, without limits: bytes of parameters, gradients and optimizer state that a worker holds; and its peak resident set
+(with start-up, activations and the last checkpoint) above that of the same layout with a tiny model. Both are compared
+with the parameters, gradients and optimizer state of one worker.
 
-Then in control groups (Linux, version 1, controller ``memory``; root): every worker may take no more than a third of
-what one worker needs for parameters, gradients and optimizer state, and the fixed cost of its layout. Under ``shard=4``
-and ``pipeline=4`` the model trains to the loss that it reaches without limits; one worker under that limit is killed.
+Then in control groups (Linux, version 1, controller ``memory``; root): every worker is limited to a third of what one
+worker needs for parameters, gradients and optimizer state, plus the fixed cost of its layout. Under ``shard=4`` and
+``pipeline=4`` the model reaches the loss that it reaches without limits; one worker under that limit is killed.
 
-glibc keeps what it was given back, in pieces, where small tensors live between large ones; gathered blocks come and go,
-so these runs have ``MALLOC_MMAP_THRESHOLD_`` set, by which large tensors go back to the system. ``--as-is``
-leaves it out.
+glibc does not return freed blocks to the system that lie between small tensors, as unsharded blocks do. These runs
+therefore set ``MALLOC_MMAP_THRESHOLD_``, so that large tensors are returned. ``--as-is`` leaves it out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from benchmarks.harness import BIN, SCRIPTS, Claim, Verdict
 from benchmarks.netlab.cpu_quota import controller, remove
 from benchmarks.netlab.errors import Unavailable
 
-ALONE = "Layout()"
+ONE_WORKER = "Layout()"
 LAYOUTS = tuple(f"Layout({axis})" for axis in ("shard=2", "shard=4", "tensor=2", "pipeline=2", "pipeline=4"))
 LIMITED = ("Layout(shard=4)", "Layout(pipeline=4)")
 UNEVEN = 4 / 3  # what a worker may hold, over an even part
@@ -98,7 +97,7 @@ def measure(layout: str, size: Size) -> Figure:
 
 def claims(figures: Mapping[str, Sequence[Figure]]) -> list[Verdict]:
     """What every layout holds, against the parameters, gradients and optimizer state of one worker."""
-    whole = [figure.state for figure in figures[ALONE]]
+    whole = [figure.state for figure in figures[ONE_WORKER]]
     verdicts = []
     for layout in LAYOUTS:
         share = UNEVEN / int(layout[-2])
@@ -172,9 +171,9 @@ def third(alone: Figure, fixed: int) -> int:
 
 def trials(size: Size, figures: Mapping[str, Sequence[Figure]]) -> dict[str, Trial]:
     """Both layouts under the limit, and one worker, which gets the larger of the two limits."""
-    limits = {layout: third(figures[ALONE][-1], _fixed(layout, size)) for layout in LIMITED}
+    limits = {layout: third(figures[ONE_WORKER][-1], _fixed(layout, size)) for layout in LIMITED}
     found = {layout: limited(layout, size, limit) for layout, limit in limits.items()}
-    return found | {ALONE: limited(ALONE, size, max(limits.values()))}
+    return found | {ONE_WORKER: limited(ONE_WORKER, size, max(limits.values()))}
 
 
 def _fixed(layout: str, size: Size) -> int:
@@ -188,7 +187,7 @@ def holds(found: Mapping[str, Trial], losses: Mapping[str, float]) -> bool:
         not found[layout].killed and abs(found[layout].report.get("loss", 0.0) - losses[layout]) < 1e-5
         for layout in LIMITED
     )
-    return trained and found[ALONE].killed == 1 and "failed" in found[ALONE].report
+    return trained and found[ONE_WORKER].killed == 1 and "failed" in found[ONE_WORKER].report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judge(size: Size, asked: argparse.Namespace) -> int:
-    """Measure, say and record all of it."""
-    ways = {layout: functools.partial(measure, layout, size) for layout in (ALONE, *LAYOUTS)}
+    """Measures, prints and records everything."""
+    ways = {layout: functools.partial(measure, layout, size) for layout in (ONE_WORKER, *LAYOUTS)}
     figures = harness.interleave(ways, asked.repeats)
     verdicts = claims(figures)
     try:

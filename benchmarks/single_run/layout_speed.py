@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     repeats, steps = (2, 8) if asked.short else (asked.repeats, asked.steps)
     chosen = [case for case in CASES if asked.only in (None, case.name)]
-    verdicts = [harness.told(measure(case, steps, repeats)) for case in chosen]
+    verdicts = [harness.print_verdict(measure(case, steps, repeats)) for case in chosen]
     return harness.conclude("layout_speed", verdicts, asked.json, steps=steps)
 
 

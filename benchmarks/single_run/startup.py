@@ -1,7 +1,7 @@
 """Seconds from the command to the end of the first step: ``unisono launch`` against ``torchrun``.
 
-The same script and number of workers for both (`scripts/ddp_loop.py`), started cold every time. The clock runs from
-the spawn of the command to the end of rank 0's first step, which needs the gradients of all workers.
+Both run the same script on the same number of workers (`scripts/ddp_loop.py`), with a cold start every time. The clock
+runs from the spawn of the command to the end of rank 0's first step, which needs the gradients of all workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Steps per second of a custom loop: ours against DDP on gloo, and against the plain loop.
 
-The same model, fused optimizer, batches in memory and loop for all (`scripts/ddp_loop.py`); fp32, one compute
-thread per worker. Every figure is one run of the whole group: warm-up steps, then timed ones, of which rank 0
-takes the median.
+All have the same model, fused optimizer, batches in memory and loop (`scripts/ddp_loop.py`); fp32, one compute thread
+per worker. Every figure is one run of the whole group: warm-up steps, then timed ones, of which rank 0 reports the
+median.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     asked = parser.parse_args(arguments)
     cases = [c for c in CASES if asked.only in (None, c.name)]
-    verdicts = [harness.told(measure(case, asked.optimizer, asked.repeats)) for case in cases]
+    verdicts = [harness.print_verdict(measure(case, asked.optimizer, asked.repeats)) for case in cases]
     return harness.conclude("steps", verdicts, asked.json, optimizer=asked.optimizer)
 
 

@@ -1,6 +1,6 @@
-"""Steps per second of the whole of ``unisono.train`` on one worker, against a plain loop over a `DataLoader`.
+"""Steps per second of ``unisono.train`` on one worker, against a plain loop over a `DataLoader`.
 
-The same task for both (`scripts/full_training.py`); fp32, one compute thread. Fetching, records and checks count.
+Both have the same task (`scripts/full_training.py`); fp32, one compute thread. Fetching, records and checks count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=5)
     parser.add_argument("--only", choices=list(SIZES), help="one model")
     asked = parser.parse_args(arguments)
-    verdicts = [harness.told(measure(model, asked.repeats)) for model in SIZES if asked.only in (None, model)]
+    verdicts = [harness.print_verdict(measure(model, asked.repeats)) for model in SIZES if asked.only in (None, model)]
     return harness.conclude("training", verdicts, asked.json)
 
 

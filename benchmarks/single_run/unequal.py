@@ -1,10 +1,10 @@
-"""Two workers, one of which may use 40 % of a core: how much of the sum of their own speeds a step of both keeps.
+"""Two workers, one limited to 40 % of a core: the share of the sum of their own speeds that training reaches.
 
-Each worker is held to its part of a core by a control group (Linux, version 1, controller ``cpu``; root). In every
-repeat each is also measured alone, in a plain loop under the same limit; the sum of both is what could be reached. The
-last steps count, by when shares have followed. All micro-batches of a step count, whoever computes them.
+A control group limits each worker's CPU time (Linux, version 1, controller ``cpu``; root). In every repeat each worker
+is also measured alone, in a plain loop under the same limit; the sum of both is the upper bound. The last steps count,
+when allocations have adapted. All micro-batches of a step count, on either worker.
 
-In exact mode the weights after the last step must have the same bits whether shares followed speeds or not.
+In exact mode the weights after the last step must have the same bits, with allocation by speed and without.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def judged(speeds: Mapping[str, Sequence[float]]) -> list[Verdict]:
     ]
 
 
-def told(speeds: Mapping[str, Sequence[float]]) -> None:
+def print_speeds(speeds: Mapping[str, Sequence[float]]) -> None:
     """All ways, against the sum."""
     total = [f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
     print(f"\nsum of the workers' own speeds: {Spread.of(total)} samples/s")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not measured: {reason}")
         return 0
     speeds = {name: [each["samples_per_second"] for each in found] for name, found in reports.items()}
-    told(speeds)
+    print_speeds(speeds)
     hashes = {each["weights_sha256"] for name in (EXACT, EXACT_ALIKE) for each in reports[name]}
     code = harness.conclude(
         "unequal", judged(speeds), asked.json, sizes={k: v for k, v in vars(asked).items() if k != "json"},

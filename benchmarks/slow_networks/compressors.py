@@ -1,8 +1,8 @@
-"""Whether ``Auto()`` chooses well: seconds per step with it against every fixed compressor, at every rate of the links.
+"""Quality of the choice of ``Auto()``: seconds per step against every fixed compressor, at every link rate.
 
-Four hosts (`benchmarks.netlab`) train the task ``text`` by all-reduce; all compressors run in turn within every repeat.
-The first steps, in which ``Auto()`` measures, are left out. The fixed ones are its candidates; compressors that send
-less may need more steps than they save, which is for `benchmarks.slow_networks.time_to_loss` to say.
+Four hosts (`benchmarks.netlab`) train the task ``text`` by all-reduce; all compressors alternate within every repeat.
+The first steps, in which ``Auto()`` measures, are left out. The fixed compressors are its candidates. Compressors that
+send less may need more steps than they save, which `benchmarks.slow_networks.time_to_loss` measures.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def measure(compressor: str, rate: Rate | None, warm: int, timed: int, hosts: in
         return train(lab, way, RUN, stop_after=warm + timed, timeout_seconds=900.0)
 
 
-def told(rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping[str, Sequence[float]]) -> None:
-    """The table of one rate, and what Auto said of its choice."""
+def print_table(rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping[str, Sequence[float]]) -> None:
+    """Prints the table of one rate, and the log of `Auto` about its choice."""
     print(f"\n{rate}:")
     for name in sorted(seconds, key=lambda name: Spread.of(seconds[name]).median):
         sent = Spread.of([m.bytes_per_step / 1e6 for m in measured[name]]).median
         print(
             f"  {name:14}  {Spread.of([1e3 * s for s in seconds[name]])} ms per step  {sent:.3f} MB per step and host"
         )
-    logs = [m.said for m in measured.get(AUTO, [])[:1]]
+    logs = [m.log for m in measured.get(AUTO, [])[:1]]
     chosen = [line for log in logs for line in log.splitlines() if " numbers: " in line]
     print("\n".join(f"    {line}" for line in chosen), flush=True)
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured, failed = attempts(ways, asked.repeats)
             left_out |= failed
             seconds = {n: [m.trace.step_seconds(asked.warm_steps) for m in each] for n, each in measured.items()}
-            told(rate, measured, seconds)
+            print_table(rate, measured, seconds)
             figures[rate] = seconds
             fixed = sorted((n for n in seconds if n != AUTO), key=lambda n: Spread.of(seconds[n]).median)
             if AUTO in seconds and fixed:

@@ -1,14 +1,13 @@
-"""One of four workers slowed to 30 % of the others' CPU: how much of the workers' own speeds each way keeps.
+"""One of four workers slowed to 30 % of the others' CPU: the share of the workers' own speeds that each way reaches.
 
-Each worker is a host (`benchmarks.netlab`) whose processes together may use a share of one core, by a control group:
-three have 50 %, the slow one 15 %, together 165 % of the two cores, so that none takes from another. In every
-repeat each kind of worker is also measured alone, with the same quota and a quarter of the global batch; their sum is
-what could be reached.
-The links have no limit. The final loss is that on held-out text after the same number of samples; that of all-reduce
-does not depend on anybody's speed and is found without quotas.
+Each worker is a host (`benchmarks.netlab`) whose CPU time is limited by a control group: three to 50 % of a core, the
+slow one to 15 %. The sum of 165 % of two cores leaves slack, so that no worker slows another. In every repeat each kind
+of worker is also measured alone, with the same quota and a quarter of the global batch; their sum is the upper bound.
+Links are not limited. The final loss is that on held-out text after the same number of samples; that of all-reduce does
+not depend on the speed of workers and is measured without quotas.
 
-Samples per second are the global batch over the mean seconds of a step, the first ones left out; ways that wait for
-the slow worker, whose steps are all alike, take a few steps only.
+Samples per second are the global batch over the mean step time, without the first steps. Ways that wait for the slow
+worker have uniform steps and run few of them.
 """
 
 from __future__ import annotations
@@ -96,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out: {reason}")
         return 0
     if {FAST, SLOW, UNLIMITED} & set(left_out):
-        raise SystemExit(f"there is nothing to compare with: {left_out}")
+        raise SystemExit(f"nothing to compare with: {left_out}")
     speeds = {name: [f.samples_per_second for f in each] for name, each in figures.items()}
     total = [3 * f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
-    told(figures, total)
+    print_figures(figures, total)
     kept = {way.name for way in KEEPING}
     judged = [
         Verdict(Claim(f"{name}: samples/s against the sum of the workers alone", KEPT), "the sum", "samples/s",
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures={name: [f.known for f in each] for name, each in figures.items()})  # fmt: skip
 
 
-def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
+def print_figures(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
     """All ways, the slowest last."""
     pairs = zip(figures[SLOW], figures[FAST], strict=True)
     slowed = Spread.of([slow.samples_per_second / fast.samples_per_second for slow, fast in pairs])

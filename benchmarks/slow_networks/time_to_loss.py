@@ -1,14 +1,14 @@
 """Seconds to a fixed evaluation loss on slow networks: ours against DDP, DDP with short floats, local SGD, torchft.
 
-Four hosts (`benchmarks.netlab`), one worker each, train the task ``text`` with the same seed, global batch, optimizer,
-schedule and order of samples, until bits per byte on held-out text reach the target. The clock leaves out start-up and
-evaluations. All ways run in turn within every repeat.
+Four hosts (`benchmarks.netlab`) with one worker each train the task ``text`` until bits per byte on held-out text reach
+the target. Seed, global batch, optimizer, schedule and order of samples are the same. The clock leaves out start-up and
+evaluations. All ways alternate within every repeat.
 
-Figures marked * are composed: DDP and its variants do the same arithmetic at any rate, so their steps to the target
-are counted once, without limits on the links, and multiplied by seconds per step, measured at the rate in every
-repeat. That both runs compute the same is checked on their losses. --direct runs everything to the target instead.
+Figures marked * are composed: DDP and its variants compute the same at any rate, so their steps to the target are
+counted once, without limits on the links, and multiplied by seconds per step, measured at the rate in every repeat.
+Losses are compared to check that both runs compute the same. --direct runs everything to the target instead.
 
-The hosts share this machine's cores; what a step computes takes as long for every way.
+The hosts share this machine's cores; a step's computation takes as long for every way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Campaign:
     torchft: str
 
     def measure(self, way: Way, rate: Rate | None, target: float = 0.0, stop_after: int | None = None) -> Measured:
-        """One run, on hosts of its own."""
+        """One run, on new hosts."""
         with netlab(self.hosts, rate) as lab:
             return train(
                 lab, way, self.run, target=target, stop_after=stop_after, timeout_seconds=self.timeout_seconds,

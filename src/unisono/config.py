@@ -1,4 +1,4 @@
-"""How it is trained: one frozen, typed, printable value; the same from Python, the command line and TOML."""
+"""All settings of a run in one frozen value; the same from Python, the command line and TOML."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from unisono.tasks.lr_schedules import SCHEDULES, Schedule
 
 @dataclass(frozen=True)
 class _Given:
-    """Knows which fields its caller wrote.
+    """Records which fields the caller passed.
 
     Args:
-        given: their names, recorded by the constructor, not for callers to pass. To write a field's default into a
-            copy, use `Config.but`: ``dataclasses.replace`` does not say which fields it was given.
+        given: their names, recorded by the constructor; not for callers to pass. To write a field's default into a
+            copy, use `Config.but`: ``dataclasses.replace`` does not know which fields it was given.
     """
 
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False, kw_only=True)
@@ -37,105 +37,138 @@ class _Given:
 class Config(_Given):
     """How a task is trained.
 
-    A field that is written counts, also where it equals the default below. A field that is not written is left to the
-    task's defaults, then to the library's.
+    A field that the caller passes applies, even if it equals the default below. For other fields the task's defaults
+    apply, then those of the library.
 
     Args:
+        Group size
+
         workers: processes to start, one device each; 2:8 also sets `min_workers` and `max_workers`.
-        min_workers: workers below which nothing is trained, where they may come and go.
-        max_workers: workers above which further ones stand by; None: as many as `workers`.
-        elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
+        min_workers: workers below which training waits, in elastic training.
+        max_workers: workers above which further ones wait as spares; None: as many as `workers`.
+        elastic: lost workers are replaced, others may join and leave, and training continues; where `sync` is
             AllReduce(), or, with the whole model on each worker, LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
-        memory_checkpoints: where a replica is sharded over several workers, each holds another one's shard in its
-            memory as well, on another host where there is one, so that no shard is lost with a worker.
+
+        Batches
+
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
-        micro_batch: samples that are computed at once, the unit that is handed to workers (a quarter of
+        micro_batch: samples of one forward and backward pass, the unit of which each worker computes some (a quarter of
             `global_batch`). Must divide `global_batch`; there must be at least one micro-batch per worker.
+        seed: of the initial weights, the order of samples and every random stream.
+        load: how samples are fetched; None measures the first micro-batch and chooses.
+        balance: whether a faster worker computes more of a step's micro-batches: ``on``, ``off``, or ``auto``, which is
+            on with ``Exact()``. Without that, sums round differently depending on which worker computed what, and a
+            repeated run differs in its last bits.
+
+        Optimizer
+
+        lr: learning rate, in place of the one that the task's optimizer has.
+        schedule: factor on the learning rate as a function of the step.
+        clip: largest norm of the mean gradient; None does not clip.
+        precision: ``fp32``; ``bf16`` for autocast; under a layout also ``bf16_parameters``, which are used and sent in
+            bf16, while gradients are summed in fp32. Weights and optimizer stay in fp32 in each.
+        sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
+
+        Synchronization
+
         sync: how replicas agree.
         compress: what travels in place of a gradient.
-        layout: how one replica lies over its workers.
-        seed: of the initial weights, the order of samples and every random stream.
-        lr: learning rate, in place of what the task's optimizer says.
-        precision: ``fp32``; ``bf16`` for autocast; under a layout also ``bf16_parameters``, which compute and travel to
-            other workers in bf16, while gradients are summed in fp32. Weights and optimizer stay in fp32 in each.
-        clip: largest norm of the mean gradient; None does not clip.
-        schedule: factor on the learning rate as a function of the step.
-        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-        keep_checkpoints: how many checkpoints to keep, the newest.
-        evaluate_every: steps between evaluations; 0 evaluates at the end only.
-        record_seconds: time between two steps that are written down, in ``events.jsonl`` and for TensorBoard; 0 writes
-            every step.
-        run_dir: the run's directory. Default: ``runs/<task>-<date>``.
-        resume: go on from the newest sound checkpoint of `run_dir`.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        communicator: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
         overlap: exchange gradients while backward still runs.
-        threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
-            ``Exact()``, where the number of threads is part of the run's identity.
-        load: how samples are fetched; None measures the first micro-batch and chooses.
-        compile: run the model through ``torch.compile``; under a layout, and with `activation_checkpointing`, block
-            by block.
+        communicator: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
+        timeout_seconds: how long an unresponsive peer is waited for.
+
+        Layout
+
+        layout: how one replica is laid out over workers.
         activation_checkpointing: which activations are computed again in backward instead of being stored: ``none``,
             ``blocks`` (all inside the blocks of the model's lists and sequences; about a third more to compute) or
             ``selective`` (all but products of matrices, attention and sums over workers; less memory saved, little
             more to compute).
-        sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
-        balance: whether a faster worker computes more of a step's micro-batches: ``on``, ``off``, or ``auto``, which is
-            on with ``Exact()``. Without that, sums round differently depending on who computed what, and a run is no
-            more the same to the bit when it is repeated.
-        remove_slower_than: a worker that lastingly takes more than so many times as long for a micro-batch as the
-            others (above 1) has to leave; None removes nobody.
-        timeout_seconds: how long a silent peer is waited for.
-        bad_step: what becomes of a step whose loss or gradient is not finite, or whose loss leaps.
+        compile: run the model through ``torch.compile``; under a layout, and with `activation_checkpointing`, block
+            by block.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
+            ``Exact()``, where the number of threads is part of the run's identity.
+
+        Faults
+
+        memory_checkpoints: where a replica is sharded over several workers, each holds another one's shard in its
+            memory as well, on another host where there is one, so that no shard is lost with a worker.
+        bad_step: what happens after a step whose loss or gradient is not finite, or whose loss is a spike.
         compare_replicas_every: steps between comparisons of the replicas, bit for bit; one that differs from the
             majority receives their state. 0 compares none.
+        remove_slower_than: a worker is removed if it keeps taking more than this many times as long for a micro-batch
+            as the others (above 1); None removes none.
+
+        Files
+
+        run_dir: the run's directory. Default: ``runs/<task>-<date>``.
+        resume: continue from the newest sound checkpoint of `run_dir`.
+        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        keep_checkpoints: how many checkpoints to keep, the newest.
+        evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        record_seconds: time between two steps that are recorded, in ``events.jsonl`` and for TensorBoard; 0 records
+            every step.
     """
 
+    # Group size
     workers: int = 1
     min_workers: int = 1
     max_workers: int | None = None
     elastic: bool = True
-    memory_checkpoints: bool = True
+
+    # Batches
     steps: int | None = None
     epochs: float | None = None
     global_batch: int | None = None
     micro_batch: int | None = None
+    seed: int = 0
+    load: Load | None = None
+    balance: str = "auto"
+
+    # Optimizer
+    lr: float | None = None
+    schedule: Schedule | None = None
+    clip: float | None = None
+    precision: str = "fp32"
+    sync_batchnorm: bool = False
+
+    # Synchronization
     sync: Synchronizer = AllReduce()
     compress: Compressor = Cast()
+    overlap: bool = True
+    communicator: str = "auto"
+    timeout_seconds: float = 300.0
+
+    # Layout
     layout: Layout = Layout()
-    seed: int = 0
-    lr: float | None = None
-    precision: str = "fp32"
-    clip: float | None = None
-    schedule: Schedule | None = None
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    device: str = "auto"
+    threads: int = 0
+
+    # Faults
+    memory_checkpoints: bool = True
+    bad_step: BadStep = Stop()
+    compare_replicas_every: int = 0
+    remove_slower_than: float | None = None
+
+    # Files
+    run_dir: str | None = None
+    resume: bool = False
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     evaluate_every: int = 0
     record_seconds: float = 0.1
-    run_dir: str | None = None
-    resume: bool = False
-    device: str = "auto"
-    communicator: str = "auto"
-    overlap: bool = True
-    threads: int = 0
-    load: Load | None = None
-    compile: bool = False
-    activation_checkpointing: str = "none"
-    sync_batchnorm: bool = False
-    balance: str = "auto"
-    remove_slower_than: float | None = None
-    timeout_seconds: float = 300.0
-    bad_step: BadStep = Stop()
-    compare_replicas_every: int = 0
 
     def __post_init__(self) -> None:
         _check(dict(_values(self)))
 
     @staticmethod
     def of(mapping: Mapping[str, Any]) -> Config:
-        """A config from field names and values; strings are read in the notation where the field holds a value.
+        """A config from field names and values; text is parsed as the field's type.
 
         Raises:
             InvalidInput: an unknown field (names the nearest), or a value out of type or bounds.
@@ -143,14 +176,14 @@ class Config(_Given):
         return Config().but(mapping)
 
     def but(self, mapping: Mapping[str, Any]) -> Config:
-        """This config with the fields of `mapping` in place of its own; `mapping` is read as by `of`."""
+        """A copy with the fields in `mapping`, which is read as by `of`."""
         for name in mapping:
             if name not in FIELDS:
                 new = notation.RENAMED_SETTINGS.get(name)
                 cure = f"write {new}" if new else notation.nearest(name, list(FIELDS))
                 raise InvalidInput(name, mapping[name], "there is no such field", cure)
-        written = {name: read(name, value) for name, value in expand_worker_range(mapping).items()}
-        return dataclasses.replace(self, **written, given=self.given | written.keys())
+        changes = {name: read(name, value) for name, value in expand_worker_range(mapping).items()}
+        return dataclasses.replace(self, **changes, given=self.given | changes.keys())
 
     @property
     def takes_local_steps(self) -> bool:
@@ -168,31 +201,31 @@ class Config(_Given):
         return self.elastic and supported and not self.sync_batchnorm
 
     def mapping(self) -> dict[str, Any]:
-        """All field names and plain values, as TOML can hold them; None is written ``none``."""
+        """All fields as plain values that TOML can hold; None is written ``none``."""
         return {name: _plain(name, value) for name, value in _values(self)}
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor `init`, which then also records in ``given`` the names of the fields that its caller wrote.
+    """Wrap the constructor `init` so that it records in ``given`` which fields its caller passed.
 
-    ``dataclasses.replace`` passes all fields and what was recorded before. Of those, a field counts as written where
-    it was recorded, or differs from its default.
+    ``dataclasses.replace`` passes all fields, and ``given`` as it was. Then a field counts as passed if it was in
+    ``given``, or if it differs from its default.
     """
 
     @functools.wraps(init)
     def record(self: Config, *values: Any, given: frozenset[str] | None = None, **fields: Any) -> None:
         init(self, *values, **fields)
-        written = {*list(FIELDS)[: len(values)], *fields}
+        passed = {*list(FIELDS)[: len(values)], *fields}
         if given is not None:
-            written = {*given, *(name for name in written if getattr(self, name) != _DEFAULTS[name])}
-        object.__setattr__(self, "given", frozenset(written))
+            passed = {*given, *(name for name in passed if getattr(self, name) != _DEFAULTS[name])}
+        object.__setattr__(self, "given", frozenset(passed))
 
     return record
 
 
 Config.__init__ = _recording(Config.__init__)  # type: ignore[method-assign]
 
-NONE = "none"  # how text says that there is none: TOML has no word for it
+NONE = "none"  # None as text, which TOML lacks
 _WRITABLE = dataclasses.fields(Config)[len(dataclasses.fields(_Given)) :]
 _DEFAULTS = {f.name: f.default for f in _WRITABLE}
 FIELDS: dict[str, str] = {f.name: str(f.type) for f in _WRITABLE}
@@ -204,7 +237,7 @@ NOTED: dict[str, dict[str, type]] = {
     "load": LOADERS,
     "bad_step": BAD_STEPS,
 }
-INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # what else may be written inside a field's value
+INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # further names that may occur inside a field's value
 CHOICES = {
     "precision": ("fp32", "bf16", "bf16_parameters"),
     "activation_checkpointing": ("none", "blocks", "selective"),
@@ -230,10 +263,10 @@ _ABOVE_ZERO = ("epochs", "lr", "clip", "timeout_seconds")
 
 
 def read(name: str, value: Any) -> Any:
-    """`value` as field `name` holds it: text becomes a number, a truth value or a value in the notation.
+    """`value` as the type of field `name`: text is parsed as a number, a truth value or in the notation.
 
     Raises:
-        InvalidInput: the text cannot be read as the field's type.
+        InvalidInput: the text is not of the field's type.
     """
     if not isinstance(value, str):
         return value
@@ -253,30 +286,30 @@ def read(name: str, value: Any) -> Any:
 
 
 def expand_worker_range(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`settings`, with ``workers="2:8"`` as the three fields that it stands for.
+    """`settings`, with ``workers="2:8"`` replaced by the three fields that it sets.
 
     Raises:
-        InvalidInput: it is neither that nor a number.
+        InvalidInput: the text has another form.
     """
-    said = settings.get("workers")
-    if not isinstance(said, str) or ":" not in said:
+    text = settings.get("workers")
+    if not isinstance(text, str) or ":" not in text:
         return settings
-    fewest, _, most = (part.strip() for part in said.partition(":"))
-    if not (fewest.isdecimal() and most.isdecimal()):
-        raise InvalidInput("workers", said, "not from one whole number to another", "write 2:8, or a number")
-    return {**settings, "workers": int(fewest), "min_workers": int(fewest), "max_workers": int(most)}
+    smallest, _, largest = (part.strip() for part in text.partition(":"))
+    if not (smallest.isdecimal() and largest.isdecimal()):
+        raise InvalidInput("workers", text, "not from one whole number to another", "write 2:8, or a number")
+    return {**settings, "workers": int(smallest), "min_workers": int(smallest), "max_workers": int(largest)}
 
 
 def current(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` as `Config.mapping` of this or an earlier version wrote them, in the names of this version.
+    """`settings`, as `Config.mapping` of this or an earlier version wrote them, under the names of this version.
 
-    Values in the notation are written anew, as far as this version knows them.
+    Values in the notation are parsed and written again, except for those that this version does not know.
     """
-    found = notation.current_names(settings)
-    for name in NOTED.keys() & found.keys():
+    renamed = notation.current_names(settings)
+    for name in NOTED.keys() & renamed.keys():
         with contextlib.suppress(InvalidInput):
-            found[name] = _plain(name, read(name, found[name]))
-    return found
+            renamed[name] = _plain(name, read(name, renamed[name]))
+    return renamed
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -288,14 +321,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def checked(**given: Any) -> dict[str, Any]:
-    """Some fields of a `Config`, `given` outside of one: read as by `Config.of`, and checked by the same rules.
+    """Values of some fields without a `Config`: read as by `Config.of`, and checked by the same rules.
 
     Raises:
-        InvalidInput: a value is not of the field's type, or out of its bounds.
+        InvalidInput: a value is not of the field's type, or out of bounds.
     """
-    found = {name: read(name, value) for name, value in given.items()}
-    _check(found)
-    return found
+    values = {name: read(name, value) for name, value in given.items()}
+    _check(values)
+    return values
 
 
 def _values(config: Config) -> list[tuple[str, Any]]:
@@ -335,7 +368,7 @@ def _check_bounds(name: str, value: Any) -> None:
         raise InvalidInput(name, value, "not above 1", "write for instance 3")
 
 
-# What makes a run this run: with other values it would compute something else.
+# Fields that must not change when a run is resumed: with other values it would compute something else.
 IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
 LIBRARY_GLOBAL_BATCH = 64
 
@@ -352,5 +385,5 @@ RECOVERY_REQUIREMENTS = (
 
 
 def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:
-    """The first of `fields` that is not the same in both configurations; empty if all are."""
+    """The first of `fields` in which two mappings differ; empty if they are equal."""
     return next((name for name in fields if now.get(name) != before.get(name)), "")

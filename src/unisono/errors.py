@@ -1,21 +1,21 @@
-"""Every error that a caller may catch.
+"""The errors that a caller may catch.
 
 UnisonoError
-├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
-│   └── TaskMismatch           a worker would train something else than the others: names what differs
+├── InvalidInput               invalid input: names the field, the value, the cure
+│   └── TaskMismatch           a worker would train another task than the others: names what differs
 ├── CommunicationError
-│   ├── PeerLost               a peer is gone or silent beyond the deadline
-│   └── MessageMismatch        two workers sent different messages where the same one was due
+│   ├── PeerLost               a peer is lost, or unresponsive beyond the timeout
+│   └── MessageMismatch        two workers sent different messages where they must be equal
 ├── CheckpointError
 │   ├── CheckpointDamaged      what was read is not what was written
 │   └── CheckpointMismatch     written by another model: names the first tensor that differs
 ├── StateTransferError
-│   ├── StateMissing           nobody who is there has what somebody needs
-│   └── StateDamaged           what came from another worker's memory is not what was sent
+│   ├── StateMissing           no worker of the view has state that another needs
+│   └── StateDamaged           received state is not what the other worker sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
-├── LoadingFailed              every process that fetches some sample dies: names the sample
-├── RunFailed                  what the user wrote turned out not to work after the first step
-└── WorkerFailed               a worker process ended badly: carries its traceback
+├── LoadingFailed              every process that fetches some sample exits: names the sample
+├── RunFailed                  invalid input that was found after the first step
+└── WorkerFailed               a worker process failed: carries its traceback
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """`text` that was received or read, for a terminal: what it would obey is written as an escape, as in ``\\x1b``."""
+    """`text` from elsewhere, for a terminal: control characters are written as escapes, as in ``\\x1b``."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of several lines, whose ends and tabs stay."""
+    """As `printable`, for several lines; line ends and tabs are kept."""
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
@@ -41,12 +41,12 @@ class UnisonoError(Exception):
 
 
 class InvalidInput(UnisonoError):
-    """What the user wrote cannot work. The command line prints it as one sentence and exits with 2.
+    """Invalid input. The command line prints it as one sentence and exits with 2.
 
     Args:
         field: the name as the user wrote it (``global_batch``, ``--text``).
-        value: what it was set to.
-        problem: why that cannot work, with the bound that it breaks.
+        value: its value.
+        problem: why the value is invalid, with the bound that it exceeds.
         cure: what to write instead.
     """
 
@@ -60,34 +60,36 @@ class InvalidInput(UnisonoError):
 
 
 class TaskMismatch(InvalidInput):
-    """A worker would train something else than the other workers of its run; `field` is the first thing that differs
-    and `value` what this worker has."""
+    """A worker would train another task than the other workers of its run.
+
+    `field` is the first thing that differs, `value` that of this worker.
+    """
 
 
 class CommunicationError(UnisonoError):
-    """Something between workers went wrong."""
+    """Communication between workers failed."""
 
 
 class PeerLost(CommunicationError):
-    """One or more peers are gone, or stayed silent beyond the deadline.
+    """One or more peers are lost, or were unresponsive beyond the timeout.
 
     Args:
-        ranks: the ranks that are known to be missing; empty where the backend cannot tell.
-        during: the verb that could not be completed, for instance ``sum``.
-        detail: what was seen (a closed connection, a dead process, a deadline of so many seconds).
+        ranks: the lost ranks, as far as known; empty where the backend does not know them.
+        during: the operation that could not be completed, for instance ``sum``.
+        detail: what was observed (a closed connection, a process that exited, a timeout of so many seconds).
     """
 
     def __init__(self, ranks: Iterable[int], during: str, detail: str) -> None:
         self.ranks, self.during, self.detail = tuple(sorted(set(ranks))), during, detail
-        who = "worker " + ", ".join(map(str, self.ranks)) if self.ranks else "a worker"
-        super().__init__(f"{who} lost during {during}: {detail}")
+        workers = "worker " + ", ".join(map(str, self.ranks)) if self.ranks else "a worker"
+        super().__init__(f"{workers} lost during {during}: {detail}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.ranks, self.during, self.detail)
 
 
 class MessageMismatch(CommunicationError):
-    """Two workers reached the same point of the conversation with different messages; names both sides."""
+    """Two workers reached the same point in their sequence of operations with different messages; names both."""
 
 
 class CheckpointError(UnisonoError):
@@ -95,7 +97,7 @@ class CheckpointError(UnisonoError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """What was read is not what was written: a checksum, a length or a file is wrong."""
+    """A checkpoint differs from what was written: a checksum, a length or a file is wrong."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -103,11 +105,11 @@ class CheckpointMismatch(CheckpointError):
 
 
 class StateTransferError(UnisonoError):
-    """State could not be passed on from worker to worker."""
+    """State could not be transferred between workers."""
 
 
 class StateMissing(StateTransferError):
-    """Nobody who is there has what somebody needs.
+    """No worker of the view has state that another needs.
 
     Args:
         missing: names of tensors, with the boxes that are missing.
@@ -123,32 +125,36 @@ class StateMissing(StateTransferError):
 
 
 class StateDamaged(StateTransferError):
-    """What came from another worker's memory is not what was sent; names the tensor and its holder."""
+    """Received state is not what the other worker sent; names the tensor and its source."""
 
 
 class Diverged(UnisonoError):
-    """A loss or gradient is not finite, or replicas differ and no more than half are alike; names the step, the
-    micro-batch, its samples and the worker. The run stays as it is."""
+    """A loss or gradient is not finite, or replicas differ and no more than half are equal.
+
+    Names the step, the micro-batch, its samples and the worker. The run's directory stays as it is.
+    """
 
     exit_code = 2
 
 
 class LoadingFailed(UnisonoError):
-    """A process that fetches samples dies again and again on the same one; names the sample and how it ended."""
+    """Loading processes exit repeatedly on the same sample; names the sample and how they ended."""
 
 
 class RunFailed(UnisonoError):
-    """What the user wrote turned out not to work after the first step: as `InvalidInput`, with the steps that are done.
-    The run stays as it is, and can be resumed from its last checkpoint."""
+    """Invalid input that was found after the first step: as `InvalidInput`, with the steps that are done.
+
+    The run can be resumed from its last checkpoint.
+    """
 
 
 class WorkerFailed(UnisonoError):
-    """A worker process ended badly.
+    """A worker process failed.
 
     Args:
-        rank: which worker failed first.
+        rank: of the worker that failed first.
         reason: one sentence (``ValueError: …`` or ``killed by SIGKILL``).
-        traceback: the worker's traceback as text, empty where it left none.
+        traceback: the worker's traceback as text, empty if there is none.
     """
 
     def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
@@ -160,4 +166,4 @@ class WorkerFailed(UnisonoError):
 
 
 class Left(SystemExit):
-    """Ends the script of a worker without which the others go on."""
+    """Ends the script of a worker that has left its group, while the others continue."""

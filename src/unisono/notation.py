@@ -1,8 +1,8 @@
-"""One notation for values everywhere: Python, command line, TOML, log, checkpoint.
+"""One notation for values everywhere: Python, command line, TOML, log, checkpoint, server processes.
 
-A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. It is parsed, never
-evaluated: a call of a listed name, whose arguments are literals, further calls, or tuples or mappings of either.
-``show`` writes it back.
+A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. Text is parsed, never
+evaluated: a call of a class in a table, whose arguments are literals, further calls, or tuples or mappings of either.
+The reader gives the table, so no text can name anything that is imported. `show` and `write` are the inverse.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ RENAMED_SETTINGS = {
 """Fields of `Config` in a ``config.toml`` or a checkpoint of an earlier version, and their names today."""
 RENAMED_ARGUMENTS = {"Gossip": {"meet_every": "synchronize_every"}}
 """By class: arguments as text of an earlier version has them, and their names today."""
-_LONGEST = 20_000  # characters; deeper nesting than they allow is no value of ours
+_LONGEST = 20_000  # characters, which also limits how deeply a value is nested
 
 
 def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
-    """The value that `text` writes down.
+    """The value that `text` represents.
 
     Args:
         field: the option's name, for the error message.
         text: for instance ``"Exact(fraction_bits=40)"``; a bare name means a call without arguments.
-        names: the names that may be called.
+        names: the table of classes that may be called, by name.
 
     Raises:
-        InvalidInput: not a literal call, an unknown name, or arguments that the value refuses.
+        InvalidInput: not a literal call, an unknown name, or arguments that the class refuses.
     """
     if len(text) > _LONGEST:
         raise InvalidInput(field, f"{text[:40]}…", f"{len(text)} characters, more than {_LONGEST}", _example(names))
@@ -52,13 +52,16 @@ def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
         return _value(field, text, tree, names)
     except SyntaxError as error:
         raise InvalidInput(field, text, f"not a literal call ({error.msg})", _example(names)) from None
-    except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested without end
+    except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested too deeply
         problem = f"not a literal call ({type(error).__name__})"
         raise InvalidInput(field, text, problem, _example(names)) from None
 
 
 def show(value: Any) -> str:
-    """`value` in the notation; arguments that equal their defaults are left out. ``parse(show(v)) == v``."""
+    """`value` in the notation, without arguments that equal their defaults.
+
+    For people and for values that were parsed; it does not check that the result can be parsed again.
+    """
     if type(value) is tuple:
         return f"({', '.join(map(show, value))}{',' * (len(value) == 1)})"
     if isinstance(value, Mapping):
@@ -85,8 +88,30 @@ def current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
 
 
+def write(field: str, value: Any, names: Mapping[str, type]) -> str:
+    """`value` as text from which ``parse(field, text, names)`` makes an equal value.
+
+    Args:
+        field: the option's name, for the error message.
+        names: the table of classes, by name, that the reader has.
+
+    Raises:
+        InvalidInput: the class of `value`, or of a value inside it, is not in `names`, or an argument is not a literal.
+    """
+    text = show(value)
+    try:
+        equal = parse(field, text, names) == value
+    except InvalidInput:
+        equal = False
+    if not equal:
+        raise InvalidInput(field, value, "cannot be written as text that another process reads: its class, or one "
+                           "inside it, is not known there, or an argument is not a literal",
+                           f"use {', '.join(names)}, with literals as arguments")  # fmt: skip
+    return text
+
+
 def nearest(word: str, words: Mapping[str, Any] | list[str]) -> str:
-    """A listed word that `word` may have meant, as the end of a sentence."""
+    """The known word closest to `word`, as the end of a sentence."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(words))}"
 
@@ -116,7 +141,7 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
         called = ast.unparse(node.func)
         raise InvalidInput(field, text, f"{called} is not a listed name", nearest(called, dict(names)))
     if any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
-        raise InvalidInput(field, text, "stars cannot be unpacked here", "write the arguments out")
+        raise InvalidInput(field, text, "* and ** cannot be unpacked here", "write the arguments out")
     arguments = [_value(field, text, a, names) for a in node.args]
     renamed = RENAMED_ARGUMENTS.get(node.func.id, {})
     given = [(renamed.get(k.arg, k.arg), k.value) for k in node.keywords if k.arg]
@@ -131,15 +156,15 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
 
 
 def _mapping(field: str, text: str, node: ast.Dict, names: Mapping[str, type]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in zip(node.keys, node.values):
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-            said = "**" if key is None else ast.unparse(key)
-            raise InvalidInput(field, text, f"{said} is no text, as the names in a mapping are", _example(names))
-        if key.value in found:
-            raise InvalidInput(field, text, f"{key.value!r} is named twice", "write it once")
-        found[key.value] = _value(field, text, value, names)
-    return found
+            written = "**" if key is None else ast.unparse(key)
+            raise InvalidInput(field, text, f"{written} is not text, which the keys of a mapping are", _example(names))
+        if key.value in mapping:
+            raise InvalidInput(field, text, f"{key.value!r} is written twice", "write it once")
+        mapping[key.value] = _value(field, text, value, names)
+    return mapping
 
 
 def _signature(cls: type) -> str:

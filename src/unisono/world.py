@@ -270,7 +270,7 @@ class World:
             LOG.warning(words)
         count = asked["steps"] or plan.steps_in(passes)
         self._loop.check_plan(plan)
-        make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
+        make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed)
         self._group.admit(partial(_traits, dataset, plan, count, self._loop.state))
         return self._steps(self._loop, plan, make, count)
 
@@ -292,7 +292,7 @@ class World:
         """The steps that the members of the current view take together."""
         first = loop.state.progress.steps
         mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
-        loader = make(mine=lambda _: mine, first_step=first)
+        loader = make(mine=lambda _: mine, steps=range(first, count))
         try:
             items = loop.work_items(loader, mine, first, count)
             for t, item, batches in self._watch.each(Phase.COMMUNICATION, items):

@@ -1,8 +1,7 @@
-"""What processes without the token do to a run: started by `tests.campaigns.security` in a network namespace of their
-own, or as another user of a host.
+"""Attacks on a run by processes without its token, started by `tests.campaigns.security`.
 
-Writes what it has found to ``--report`` as JSON when it is asked to end (SIGTERM). ``broken`` holds what should not
-have been possible, in words.
+They run in their own network namespace, or as another user of a host. On SIGTERM they write their findings to
+``--report`` as JSON; ``broken`` lists, as text, what should not have been possible.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from unisono.comm.actors import handshake as trust
+from unisono.comm.actors import handshake
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection, NoBody
 
@@ -114,9 +113,9 @@ class Stranger:
         """Handshakes with actors: a token that is a guess, and what an earlier handshake has said."""
         kept = b""
         for port in self.ports:
-            with contextlib.suppress(OSError, trust.Untrusted), self._connected(port) as wire:
-                challenged = wire.recv(trust.CHALLENGE_BYTES)
-                said = kept or trust.claim(self.random.randbytes(32), challenged, 0, 0)
+            with contextlib.suppress(OSError, handshake.Untrusted), self._connected(port) as wire:
+                challenged = wire.recv(handshake.CHALLENGE_BYTES)
+                said = kept or handshake.claim(self.random.randbytes(32), challenged, 0, 0)
                 wire.sendall(said)
                 kept = said
                 self.done["claims made"] += 1

@@ -1,8 +1,8 @@
-"""Many seeds of `unisono chaos`, for digits and for text: ``python -m tests.campaigns.chaos --virtual 100 --real 20``.
+"""Runs many seeds of `unisono chaos`: ``python -m tests.campaigns.chaos --virtual 100 --real 20``.
 
-The first `--virtual` seeds of each task on made-up processes, and `--real` seeds of both together on processes of this
-machine, with everything that can befall a run. What happened and what came of it is written to `--to`, after each
-round; the exit code is 1 if any seed came to something else than the undisturbed run.
+For digits and for text, with all kinds of faults: `--virtual` seeds of each task on virtual workers, and `--real` seeds
+of both together on processes of this machine. Faults and outcomes are written to `--to` after each round. The exit code
+is 1 if the outcome of a seed differs from that of the run without faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has written over, and what the command makes of them."""
+"""Checkpoints that another program has overwritten, and how the command reacts to them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a server has to bear: strangers, floods, noise and broken messages.
+"""Attacks on servers: connections without the token, floods, random bytes and malformed messages.
 
-python -m tests.campaigns.hostile_peers --seconds 60      the long form of what the tests do
+python -m tests.campaigns.hostile_peers --seconds 60      # the long form of the tests
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from unisono.comm import ActorConnection, ActorMessage, SingleWorker
-from unisono.comm.actors import handshake as trust
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import handshake, wire_format
 from unisono.comm.actors.listener import abstract
 from unisono.comm.actors.services import ActorHost
 from unisono.comm.actors.wire_format import BrokenMessage
@@ -35,7 +34,7 @@ NOBODY = 1000  # numbers of senders from here on belong to no worker
 class Target:
     """A server in a process of its own, a good client of it, and what an enemy may know."""
 
-    line: ActorConnection
+    connection: ActorConnection
     pid: int
     family: socket.AddressFamily
     address: tuple[str, int] | str
@@ -43,13 +42,13 @@ class Target:
 
     def value(self) -> torch.Tensor:
         """The state of the actor."""
-        return self.line.call(ActorMessage("value")).wait().tensors[0].clone()
+        return self.connection.call(ActorMessage("value")).wait().tensors[0].clone()
 
     def memory_bytes(self) -> int:
         """What the server has in memory."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
-    def stranger(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         """A connection that has not said anything."""
         wire = socket.socket(self.family)
         try:
@@ -62,33 +61,33 @@ class Target:
 
     def trusted(self, number: int = NOBODY) -> Client:
         """A connection that knows the token."""
-        return Client(trust.introduce(self.stranger(), self.token, number, 0))
+        return Client(handshake.authenticate(self.connect(), self.token, number, 0))
 
 
 @dataclass
 class Client:
     """One that was let in, and says whatever it likes: its tags are right."""
 
-    trusted: trust.TrustedConnection
+    trusted: handshake.TrustedConnection
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wire.close()
+        self.sock.close()
 
     @property
-    def wire(self) -> socket.socket:
-        return self.trusted.wire
+    def sock(self) -> socket.socket:
+        return self.trusted.sock
 
     def say(self, data: bytes) -> None:
         """`data`, cut into segments as the head that it begins with announces them."""
         first = len(data)
         with suppress(BrokenMessage, struct.error):
-            head = frames.Head.parse(data[: frames.HEAD_BYTES], LARGEST_BYTES)
-            first = frames.HEAD_BYTES + head.table_bytes + head.text_bytes
+            head = wire_format.Head.parse(data[: wire_format.HEAD_BYTES], LARGEST_BYTES)
+            first = wire_format.HEAD_BYTES + head.table_bytes + head.text_bytes
         parts = self.trusted.outgoing.protect([memoryview(data[:first]), memoryview(data[first:])])
-        self.wire.sendall(b"".join(piece for part in parts for piece in part))
+        self.sock.sendall(b"".join(piece for part in parts for piece in part))
 
 
 DOORS = ("network", "nearby")
@@ -98,17 +97,19 @@ DOORS = ("network", "nearby")
 def target(door: str) -> Iterator[Target]:
     """A server that has been told a number, and the promise that it still knows it in the end; all who come from
     now on come by the same `door`."""
-    hosting = ActorHost(timeout_seconds=60.0)
+    actor_host = ActorHost(timeout_seconds=60.0)
     try:
-        (line,) = hosting.serve(SingleWorker(), 1, "tests.support.actors:Echo", {"largest_bytes": LARGEST_BYTES})
-        place = line._place  # type: ignore[attr-defined]
+        (connection,) = actor_host.serve(
+            SingleWorker(), 1, "tests.support.actors:Echo", {"largest_bytes": LARGEST_BYTES}
+        )
+        place = connection._actor  # type: ignore[attr-defined]
         family, address = {
             "network": (socket.AF_INET, (place.address, place.port)),
             "nearby": (socket.AF_UNIX, abstract(place.nearby)),
         }[door]
-        made = Target(line, place.pid, family, address, hosting._token)
+        made = Target(connection, place.pid, family, address, actor_host._token)
         told = torch.arange(1000, dtype=torch.float64)
-        line.call(ActorMessage("add", {}, [told])).wait()
+        connection.call(ActorMessage("add", {}, [told])).wait()
         crowd(made, 200)  # memory that a crowd takes once
         before = made.memory_bytes()
         yield made
@@ -116,34 +117,34 @@ def target(door: str) -> Iterator[Target]:
         grown = made.memory_bytes() - before
         assert grown < 8 << 20, f"the server has grown by {grown} bytes"
     finally:
-        hosting.close()
+        actor_host.close()
 
 
 def wrong_token(server: Target) -> None:
     """Somebody who knows everything but the token."""
     for guess in (bytes(32), secrets.token_bytes(32), server.token[::-1], b""):
-        with server.stranger() as wire:
-            challenged = trust._exactly(wire, trust.CHALLENGE_BYTES)
-            wire.sendall(trust.claim(guess, challenged, 0, 0))
+        with server.connect() as wire:
+            challenge_bytes = handshake._receive_exactly(wire, handshake.CHALLENGE_BYTES)
+            wire.sendall(handshake.claim(guess, challenge_bytes, 0, 0))
             assert ended(wire)
 
 
 def replay(server: Target) -> None:
     """What another conversation has proved proves nothing here."""
-    with server.stranger() as first, server.stranger() as second:
-        challenged = trust._exactly(first, trust.CHALLENGE_BYTES)
-        trust._exactly(second, trust.CHALLENGE_BYTES)
-        second.sendall(trust.claim(server.token, challenged, NOBODY, 0))
+    with server.connect() as first, server.connect() as second:
+        challenge_bytes = handshake._receive_exactly(first, handshake.CHALLENGE_BYTES)
+        handshake._receive_exactly(second, handshake.CHALLENGE_BYTES)
+        second.sendall(handshake.claim(server.token, challenge_bytes, NOBODY, 0))
         assert ended(second)
 
 
 def broken_messages(server: Target) -> None:
     """A client that is trusted and broken: it loses its connection, and nothing else happens."""
-    good = b"".join(frames.encode(ActorMessage("value", {}, [torch.zeros(4)])))
-    head = lambda text, tensors, payload: struct.pack("<4sIIxxxxQQ", b"uni1", text, tensors, 0, payload)
+    good = b"".join(wire_format.encode(ActorMessage("value", {}, [torch.zeros(4)])))
+    head = lambda text, tensors, payload: struct.pack("<4sIIxxxxQQ", b"uni2", text, tensors, 0, payload)
     table = lambda code, numel: struct.pack("<B7xQ", code, numel)
     cases = [
-        b"uni2" + good[4:],
+        b"uni1" + good[4:],
         bytes(64),
         head(2, 1, 1 << 63),
         head(2, 1, LARGEST_BYTES + 8),
@@ -157,12 +158,12 @@ def broken_messages(server: Target) -> None:
     for case in cases:
         with server.trusted() as client:
             client.say(case)
-            assert ended(client.wire), case
+            assert ended(client.sock), case
     for length in (1, 31, 32, 40, len(good) - 1):
         with server.trusted() as client:
-            client.wire.sendall(good[:length])
-            client.wire.shutdown(socket.SHUT_WR)
-            assert ended(client.wire), length
+            client.sock.sendall(good[:length])
+            client.sock.shutdown(socket.SHUT_WR)
+            assert ended(client.sock), length
 
 
 TEXTS = [
@@ -198,13 +199,13 @@ def noise(server: Target, seconds: float, seed: int = 0) -> int:
     while time.monotonic() < until:
         count += 1
         junk = source.randbytes(source.choice([1, 8, 88, 200, 5000]))
-        said = b"uni1" + junk if source.random() < 0.3 else junk
+        said = b"uni2" + junk if source.random() < 0.3 else junk
         with suppress(ConnectionError):
             if count % 2:
                 with server.trusted() as client:
-                    client.say(said) if source.random() < 0.5 else client.wire.sendall(said)
+                    client.say(said) if source.random() < 0.5 else client.sock.sendall(said)
             else:
-                with server.stranger() as wire:
+                with server.connect() as wire:
                     wire.sendall(said)
         if count % 50 == 0:
             served(server)
@@ -217,8 +218,8 @@ def served(server: Target) -> None:
     while True:
         try:
             with server.trusted(NOBODY + 1) as client:
-                client.say(b"".join(frames.encode(ActorMessage("value"))))
-                assert client.wire.recv(4) == b"uni1"
+                client.say(b"".join(wire_format.encode(ActorMessage("value"))))
+                assert client.sock.recv(4) == b"uni2"
                 return
         except ConnectionError:  # it had to make room, or its predecessor is not gone yet
             assert time.monotonic() < until

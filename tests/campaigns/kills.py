@@ -1,11 +1,11 @@
-"""Kill runs at random moments of their lives: nothing of them may stay, and all must come to the same end.
+"""Kills runs at random moments: each must leave nothing behind, and resume to the same result.
 
     python -m tests.campaigns.kills --moments 50
 
-One run is left in peace: how long it takes, and what comes of it, is the measure. Then each moment has a run of its
-own, whose launcher, worker or forkserver is killed (SIGKILL), by turns while it starts and after its first step.
-After that no process of it may exist, no shared memory and no temporary file; and the command that goes on with it
-(the one that starts it, where it had not yet begun) must bring it to what came of the run that was left in peace.
+One run without a kill gives the expected duration and result. Then, for each moment, the launcher, a worker or the fork
+server of another run is killed by SIGKILL, in turn during start-up and after the first step. Afterwards none of its
+processes, shared memory or temporary files may exist, and resuming it (or starting it, if it had not begun) must give
+the expected result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `unisono layout` foretells, beside what real workers hold and send.
+"""Compares the estimates of `unisono layout` with what real workers hold and send.
 
-All cases, or those of so many workers at most: ``python -m tests.campaigns.layout_memory [WORKERS]``.
+All cases, or those of at most WORKERS workers: ``python -m tests.campaigns.layout_memory [WORKERS]``.
 """
 
 from __future__ import annotations

@@ -11,29 +11,29 @@ from __future__ import annotations
 import argparse
 import random
 
-from tests.membership.test_protocol import FAULTS, befall, settled
+from tests.membership.cluster_faults import FAULTS, inject, settled
 from tests.membership.virtual_cluster import Network, World
 from unisono.membership import Policy
 
 
 def play(seed: int, workers: int, faults: int) -> World:
-    """One world in which everything happens; deaths leave two thirds."""
+    """One cluster with random faults, of which at least two thirds of the workers remain."""
     pick = random.Random(seed)
-    beat_seconds = max(0.1, workers / 4096)
+    interval = max(0.1, workers / 4096)
     policy = Policy(
         min_workers=1,
         expected_workers=workers,
         max_workers=workers + workers // 2,
-        join_timeout_seconds=200 * beat_seconds,
-        heartbeat_seconds=beat_seconds,
+        join_timeout_seconds=200 * interval,
+        heartbeat_seconds=interval,
         heartbeats_per_second=4096,
     )
-    world = World(policy, workers, seed, Network(lost=pick.choice([0.0, 0.05])), step_seconds=2 * beat_seconds)
-    world.run(30 * beat_seconds)
+    world = World(policy, workers, seed, Network(lost=pick.choice([0.0, 0.05])), step_seconds=2 * interval)
+    world.run(30 * interval)
     for _ in range(faults):
-        befall(world, pick.choice(FAULTS), pick, spare=workers * 2 // 3)
-        world.run(pick.uniform(0.5, 40) * beat_seconds)
-    settled(world, 400 * beat_seconds)
+        inject(world, pick.choice(FAULTS), pick, spare=workers * 2 // 3)
+        world.run(pick.uniform(0.5, 40) * interval)
+    settled(world, 400 * interval)
     return world
 
 

@@ -35,7 +35,7 @@ from unisono.membership.server.store import Store
 TOKEN = "the token of this run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 POLICY = Policy(min_workers=2, expected_workers=2, max_workers=4, heartbeat_seconds=0.02, join_timeout_seconds=1.0)
-PATIENT = replace(POLICY, heartbeat_seconds=100.0)  # nobody is overdue, and nothing changes by itself
+PATIENT = replace(POLICY, heartbeat_seconds=100.0)  # no worker is overdue, and nothing changes without a request
 GARBAGE = st.one_of(
     st.binary(min_size=1, max_size=400),
     st.sampled_from([
@@ -86,7 +86,7 @@ def serving(state: Path, policy: Policy = POLICY) -> Iterator[str]:
 
 
 class Fuzz:
-    """What was sent, and answered how."""
+    """Sends requests, and counts the responses by status."""
 
     def __init__(self, url: str, seed: int, answered: Counter[str]) -> None:
         self.url, self.seed, self.answered = url, seed, answered
@@ -95,12 +95,12 @@ class Fuzz:
         self.operations = [found.ok() for found in self.schema.get_all_operations()]
 
     def cases(self) -> st.SearchStrategy[schemathesis.Case]:
-        """Requests as the API describes them, and as it does not."""
+        """Requests that the API describes, and others."""
         modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
         return st.one_of(*(op.as_strategy(generation_mode=mode) for op in self.operations for mode in modes))
 
     def repeat(self, what: st.SearchStrategy[object], send: Callable[..., None], seconds: float) -> None:
-        """Sends one after the other for so long; hypothesis makes whatever fails small."""
+        """Send requests for so long; hypothesis shrinks those that fail."""
         until, seed = time.monotonic() + seconds, self.seed
 
         @settings(max_examples=50, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
@@ -114,13 +114,13 @@ class Fuzz:
             seed += 1
 
     def with_the_token(self, case: schemathesis.Case) -> None:
-        """The server knows what to say."""
+        """No request with the token causes a server error."""
         answer = case.call(base_url=self.url, headers=BEARER)
         self.answered[f"with the token: {answer.status_code}"] += 1
         assert answer.status_code < 500, (answer.status_code, case.as_curl_command())
 
     def without(self, each: tuple[schemathesis.Case, str | None]) -> None:
-        """It says no more than 401."""
+        """Every request without the token is answered by 401."""
         case, token = each
         headers = {} if token is None else {"authorization": token}
         answer = case.call(base_url=self.url, headers=headers)
@@ -128,7 +128,7 @@ class Fuzz:
         assert (answer.status_code, answer.content) == (401, b""), (answer.status_code, case.as_curl_command())
 
     def raw(self, each: tuple[bytes, bytes, str, bool] | bytes) -> None:
-        """It says what HTTP has to say to that, or closes; and does not wait for more than it was told."""
+        """The response is HTTP, or the connection closes; the server does not wait for more than was announced."""
         if isinstance(each, tuple):
             path, body, frame, bears = each
             token = b"authorization: Bearer %b\r\n" % TOKEN.encode() if bears else b""
@@ -139,13 +139,13 @@ class Fuzz:
         assert status == "closed" or status[0] in "24", answer[:200]
 
     def status(self) -> dict[str, object]:
-        """What the coordinator says of itself, without how long ago it heard of whom."""
+        """The status, without the age of heartbeats."""
         answer = self.client.get("/v1/status")
         assert answer.status_code == 200
-        told = answer.json()
-        for worker in told["workers"]:
+        status = answer.json()
+        for worker in status["workers"]:
             del worker["silent_seconds"]
-        return told
+        return status
 
 
 def hypothesis_seed(seed: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -156,20 +156,22 @@ def hypothesis_seed(seed: int) -> Callable[[Callable[[], None]], Callable[[], No
 
 
 def exchange(url: str, sent: bytes, seconds: float = 5.0) -> bytes:
-    """What comes back before the other end closes, or the time is over; this end says no more."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), seconds) as wire:
-        try:
-            wire.sendall(sent)
-            with suppress(OSError):  # the other end has closed already
-                wire.shutdown(socket.SHUT_WR)
-            return wire.recv(1 << 16)
-        except ConnectionError:
-            return b""
+    """The response until the other end closes; this end sends nothing more. Raises TimeoutError."""
+    parts, received = urlsplit(url), b""
+    with (
+        suppress(ConnectionError),
+        socket.create_connection((parts.hostname, parts.port), seconds) as connection,
+    ):
+        connection.sendall(sent)
+        with suppress(OSError):  # the other end has closed already
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
 
 
-def kept(state: Path) -> dict[str, bytes]:
-    """What is on disk, byte for byte."""
+def files(state: Path) -> dict[str, bytes]:
+    """The files on disk."""
     return {
         path.name: path.read_bytes() for path in sorted(state.parent.glob(f"{state.name}*")) if "-shm" not in path.name
     }
@@ -179,7 +181,7 @@ def play(seconds: float, seed: int, folder: Path) -> Counter[str]:
     """A third of the time each.
 
     Raises:
-        AssertionError: something was answered that should not be.
+        AssertionError: a response is wrong.
     """
     state = folder / "state"
     answered: Counter[str] = Counter()
@@ -188,24 +190,24 @@ def play(seconds: float, seed: int, folder: Path) -> Counter[str]:
         for count in (1, 2):
             for worker in ("a", "b"):
                 fuzz.client.post("/v1/beat", json={"worker": worker, "count": count, "waits": False})
-        before = kept(state), fuzz.status()
+        before = files(state), fuzz.status()
         assert before[1]["view"]["number"] == 1, before[1]
         fuzz.repeat(st.tuples(fuzz.cases(), TOKENS), fuzz.without, seconds / 3)
-        assert (kept(state), fuzz.status()) == before, "somebody without the token changed something"
+        assert (files(state), fuzz.status()) == before, "a request without the token changed something"
     with serving(state) as url:
         fuzz = Fuzz(url, seed, answered)
         fuzz.repeat(fuzz.cases(), fuzz.with_the_token, seconds / 3)
         paths = st.sampled_from([b"/v1/beat", b"/v1/gone", b"/v1/status", b"/", b"*", b"/v1/beat?x=%ff", b"/%00"])
         framed = st.tuples(paths, BODIES, st.sampled_from(sorted(FRAMES)), st.booleans())
         fuzz.repeat(st.one_of(GARBAGE, framed, framed), fuzz.raw, seconds / 3)
-        told = fuzz.status()
-        number = told["view"]["number"]
+        status = fuzz.status()
+        number = status["view"]["number"]
     store = Store(state)
     saved = store.load()
     store.close()
     assert [view.number for view in saved.lineage] == sorted({view.number for view in saved.lineage})
     assert all(len(set(view.members)) == len(view.members) for view in saved.lineage)
-    assert Coordinator(POLICY, saved).view.number == number, "what was said is not what was kept"
+    assert Coordinator(POLICY, saved).view.number == number, "the reported view is not the stored one"
     return answered
 
 

@@ -1,18 +1,18 @@
-"""A run of three workers on two hosts while strangers attack it: ``python -m tests.campaigns.security``.
+"""A run of three workers on two hosts under attack: ``python -m tests.campaigns.security``.
 
-Hosts are network namespaces on one bridge; a third one has the strangers, and another user attacks on the first host
-itself. They scan, send garbage, open floods of connections, make claims without the token, write stores, send requests
-with wrong tokens and heads without end, take names, relay, and look for secrets. A process that knows the token sends
-the coordinator what no worker sends; a worker that has joined sends its peers noise, again and again. A worker is
-killed meanwhile; a coordinator that is none tries to have the second host run a command. Afterwards the checkpoints are
-written over, and opened. In the end
+Hosts are network namespaces on one bridge. Attackers are in a third one, and another user attacks on the first host.
+They scan ports, send random bytes, flood with connections, make requests without the token or with wrong ones, send
+endless headers, write to stores, claim names, relay messages and look for secrets. A process with the token sends the
+coordinator invalid requests, and a worker that has joined sends its peers random bytes, again and again. Meanwhile, a
+worker is killed, and a false coordinator asks the second host to run a command. Afterwards the checkpoints are
+overwritten and opened. In the end
 
-- the run ends with the weights of an undisturbed one on one worker, to the bit;
-- the coordinator and the workers that were there throughout have the descriptors of the start, and no more memory than
-  after the first crowd of strangers, which takes some once;
-- no stranger was let in, no command of theirs was run, and the token was not told.
+- the run has the weights of a run without faults on one worker, to the bit;
+- the coordinator and the surviving workers have as many descriptors as at the start, and no more memory than after the
+  first flood, which allocates some once;
+- no attacker was admitted, no command of theirs was run, and the token was not revealed.
 
-Needs root and the command ``ip``. The exit code is 1 where any of this does not hold.
+Needs root and the command ``ip``. The exit code is 1 if one of these fails.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A worker of the only replica is killed, and another one comes: what comes of it is the same to the bit, under each of
-these layouts. So it is where two replicas walk by themselves, and their optimizers remember nothing.
+"""Kills a worker of the only replica and adds another: the result has the same bits, under each layout.
+
+With ``--sync``, two replicas take local steps, with an optimizer without state.
 
     python -m tests.campaigns.sharded --seed 1
     python -m tests.campaigns.sharded --seed 1 --sync 'DiLoCo(every=4)'

@@ -1,4 +1,4 @@
-"""A task whose data takes its time, so that a run lasts without computing for long."""
+"""A task with slow data, so that a run takes time without computing much."""
 
 from __future__ import annotations
 

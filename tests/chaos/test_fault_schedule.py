@@ -1,4 +1,4 @@
-"""Which faults come, and whom they may hit: laws over all seeds and all that may be seen."""
+"""Fault schedules: which faults come and which workers they may hit, over all seeds and run states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other host that a network namespace plays: it is reached, cut off, reached again, and gone."""
+"""A network namespace as another host: reachable, cut off, reachable again, removed."""
 
 from __future__ import annotations
 

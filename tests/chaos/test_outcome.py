@@ -1,4 +1,4 @@
-"""What two runs came to is compared thing by thing; each difference is named."""
+"""Outcomes of two runs are compared field by field, and each difference is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes are killed, frozen and joined, as a user would try it; the long form is `tests.campaigns.chaos`."""
+"""Real processes are killed, frozen and joined; the long form is `tests.campaigns.chaos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up runs under everything that can befall one come to what an undisturbed run comes to, to the bit."""
+"""Virtual runs under all faults end with the bits of a run without faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which tensors lie over workers, and how they are written and read back, without processes."""
+"""Shardings of tensors over workers, written and read back without processes."""
 
 from __future__ import annotations
 

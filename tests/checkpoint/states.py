@@ -1,4 +1,4 @@
-"""States that tests write down, and how they are written."""
+"""States for checkpoint tests, and how tests write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono checkpoint``: what it shows, what it finds, what it converts, and how it refuses."""
+"""``unisono checkpoint``: what it shows, verifies and converts, and its refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from tests.support.fake_run import Said
 from unisono.checkpoint import fingerprint, open_checkpoint
 from unisono.cli import main
@@ -173,7 +172,7 @@ def test_a_damaged_checkpoint_is_not_converted(run: Path, unisono: Unisono) -> N
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("shwo run", "checkpoint = shwo: it can do no such thing; did you mean show?"),
+        ("shwo run", "checkpoint = shwo: there is no such subcommand; did you mean show?"),
         ("show", "DIR = (nothing): one directory is needed"),
         ("show run run", "DIR = run run: one directory is needed"),
         ("show nowhere", "DIR = nowhere: there is no checkpoint"),
@@ -186,13 +185,13 @@ def test_a_damaged_checkpoint_is_not_converted(run: Path, unisono: Unisono) -> N
         ("convert run --all=1 --to a.safetensors", "--all = 1: it takes no value"),
         ("convert run --to a.pt", "--to = a.pt: not a safetensors file"),
         ("convert run --to nowhere/a.safetensors", "there is no directory nowhere"),
-        ("convert run --to there.safetensors", "there.safetensors is there already"),
+        ("convert run --to there.safetensors", "there.safetensors exists already"),
         ("convert run --to a.safetensors --max-shard-bytes 0", "--max-shard-bytes = 0: not a size of at least"),
         ("convert run --to a.safetensors --max-shard-bytes many", "write for instance 5GB"),
         ("convert --from nowhere.safetensors new", "--from = nowhere.safetensors: there is no such file"),
-        ("convert --from there.safetensors run/checkpoints", "something is there already"),
-        ("convert --from there.safetensors there.safetensors", "something is there already"),
-        ("convert --from there.safetensors run", "something is there already"),
+        ("convert --from there.safetensors run/checkpoints", "it exists already"),
+        ("convert --from there.safetensors there.safetensors", "it exists already"),
+        ("convert --from there.safetensors run", "it exists already"),
         ("convert --from there.safetensors new --max-shard-bytes 5", "a checkpoint is one file"),
     ],
 )

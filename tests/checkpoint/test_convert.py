@@ -1,4 +1,4 @@
-"""To plain safetensors and back; the safetensors library judges what is written."""
+"""Conversion to plain safetensors and back; the safetensors library checks the files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from safetensors import safe_open
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
 from tests.checkpoint.states import every_kind, save
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from tests.support.processes import run
 from unisono.checkpoint import fingerprint, open_checkpoint, open_plain, save_plain, store
 from unisono.errors import CheckpointDamaged, CheckpointError
@@ -192,7 +191,7 @@ def _index(**places: Any) -> str:
         ("[" * 100_000, "index.json: "),
         ("{}", "no weight_map"),
         (_index(x=3), "no weight_map"),
-        (_index(x="../a.safetensors"), "a file elsewhere"),
+        (_index(x="../a.safetensors"), "a file in another directory"),
         (_index(x="b.safetensors"), "b.safetensors: No such file"),
         (_index(y="a.safetensors"), "a.safetensors: it has no tensor 'y'"),
     ],

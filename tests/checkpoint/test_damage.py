@@ -1,4 +1,4 @@
-"""Whatever is not what was written is named, and never used."""
+"""Damaged checkpoints are reported by name and never used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.states import numbered, save, unexpected
-from tests.support.checkpoints import load, load_newest
+from tests.support.checkpoints import flip, load, load_newest
 from unisono.checkpoint import fingerprint
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.errors import CheckpointDamaged
@@ -33,14 +33,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def directory(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
-
-
-def flip(path: Path, position: int, mask: int = 0x10) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ mask]))
 
 
 def positions(length: int, count: int) -> list[int]:

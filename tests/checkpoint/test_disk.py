@@ -1,4 +1,4 @@
-"""Disks that fill up: training goes on and is told, and earlier checkpoints stay."""
+"""Full disks: training continues with a warning, and earlier checkpoints stay intact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expect_failure(directory: Path, writer: Writer, events: list[Event], words: 
     assert (writer.state.phase, writer.state.failed, writer.state.committed) == (WriteStatus.FAILED, 2, -1)
     assert [event.kind for event in events] == ["failed"]
     assert events[0].words.startswith(f"checkpoint of step 2 was not written: {words}")
-    assert events[0].words.endswith("; training goes on")
+    assert events[0].words.endswith("; training continues")
     assert writer.state.error == events[0].words
     assert not [path for path in directory.rglob("part-*") if ".tmp" in str(path)]
     writer.abandon(2)
@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(tmp_path: Path) -> Non
         save(disk / "run", 1, large(1))
         writer, events = attempt(disk / "run", 2, large(2))
         expect_failure(disk / "run", writer, events, f"no space left on device ({disk}/run, 3.1 MB needed, ")
-        assert events[0].words.endswith("MB free); training goes on")
+        assert events[0].words.endswith("MB free); training continues")
 
 
 @pytest.mark.root
@@ -131,7 +131,7 @@ def test_a_directory_that_vanishes_does_not_stop_training(tmp_path: Path) -> Non
     assert writer.state.failed == 2
     assert [event.words for event in events] == [
         "checkpoint of step 2 was not written: no such file or directory"
-        f" ({tmp_path}/run/.step-00000002.1.tmp); training goes on"
+        f" ({tmp_path}/run/.step-00000002.1.tmp); training continues"
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_part_that_is_missing_fails_the_commit(tmp_path: Path) -> None:
 def test_what_the_format_cannot_hold_is_told(tmp_path: Path) -> None:
     writer, events = attempt(tmp_path, 2, {"x": torch.zeros(2, dtype=torch.complex128)})
     writer.close()
-    assert "'x' of complex128 [2] cannot be held by a safetensors file" in events[0].words
+    assert "'x' of complex128 [2] cannot be stored in a safetensors file" in events[0].words
 
 
 def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One number for a set of tensors."""
+"""Fingerprints of sets of tensors."""
 
 from __future__ import annotations
 

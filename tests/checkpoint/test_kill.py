@@ -1,4 +1,4 @@
-"""A writer killed at any moment leaves a directory that opens and gives a complete checkpoint."""
+"""A writer killed at any moment leaves a directory with a complete checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Written by any layout, read by any other: the same bits, each stored once."""
+"""A checkpoint written under one layout is read under another, bit for bit, each element stored once."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def _cut(*rows: tuple[int, int]) -> Holdings:
     ("lie", "words"),
     [
         (_cut((0, 1), (2, 4)), r"'w' cannot be written: \[1:2, 0:2\] of \[4, 2\] is missing"),
-        (_cut((0, 3), (2, 4)), r"'w' cannot be written: \[2:3, 0:2\] of \[4, 2\] is there twice"),
-        (_cut((0, 4), (2, 4)), r"'w' cannot be written: \[2:4, 0:2\] of \[4, 2\] is there twice"),
+        (_cut((0, 3), (2, 4)), r"'w' cannot be written: \[2:3, 0:2\] of \[4, 2\] is covered twice"),
+        (_cut((0, 4), (2, 4)), r"'w' cannot be written: \[2:4, 0:2\] of \[4, 2\] is covered twice"),
         (_cut((0, 0), (4, 4)), r"'w' cannot be written: \[0:4, 0:2\] of \[4, 2\] is missing"),
     ],
 )
@@ -185,7 +185,7 @@ def test_workers_that_do_not_make_up_a_whole_write_nothing(tmp_path: Path, lie: 
 
 def test_workers_that_disagree_on_a_tensor_are_told() -> None:
     one, other = shards_of({"w": torch.zeros(2)}), shards_of({"w": torch.zeros(2).half()})
-    with pytest.raises(CheckpointError, match=r"'w' is float32 \[2\] to one worker and float16 \[2\]"):
+    with pytest.raises(CheckpointError, match=r"'w' is float32 \[2\] on one worker and float16 \[2\]"):
         write_plan([one, other])
 
 
@@ -195,14 +195,14 @@ def test_a_worker_that_holds_something_else_than_it_told_is_stopped_at_once(tmp_
     writer = Writer(tmp_path, 0, 2, 2, unexpected)  # type: ignore[arg-type]
     for mine, words in [
         (locals_of(found, lie[0]) | {"model/matrix": torch.zeros(1, 6)}, r"'model/matrix' is float32 \[1, 6\] here"),
-        ({}, "'model/bias' is not here"),
-        (locals_of(found, lie[0]) | {"new": torch.zeros(1)}, r"'new' is float32 \[1\] here; none was told"),
+        ({}, "'model/bias' is missing here"),
+        (locals_of(found, lie[0]) | {"new": torch.zeros(1)}, r"'new' is float32 \[1\] here and missing in holders"),
     ]:
         with pytest.raises(ValueError, match=words):
             writer.stage(3, mine, None, holders(found, lie))
-    with pytest.raises(ValueError, match="2 workers are said"):
+    with pytest.raises(ValueError, match="2 ranks are in holders"):
         Writer(tmp_path, 0, 3, 2, unexpected).stage(3, {}, None, holders(found, lie))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'x' is not there"):
+    with pytest.raises(ValueError, match="'x' is missing"):
         shards_of({}, {"x": Box.whole(())})
     writer.close()
 
@@ -240,11 +240,11 @@ def _boxes(fields: dict) -> list:  # type: ignore[type-arg]
 
 HOSTILE = {
     "a box missing": (lambda f: _boxes(f).pop(1), r"'model/matrix': \[2:4, 0:6\] of \[8, 6\] is missing"),
-    "a box twice": (lambda f: _boxes(f)[1].update(offset=[0, 0]), r"'model/matrix': \[0:2, 0:6\] .* is there twice"),
+    "a box twice": (lambda f: _boxes(f)[1].update(offset=[0, 0]), r"'model/matrix': \[0:2, 0:6\] .* is covered twice"),
     "a box outside": (lambda f: _boxes(f)[3].update(offset=[7, 0]), "'model/matrix': .* no box of"),
-    "two in a part": (lambda f: _boxes(f)[3].update(part=0), "'model/matrix' lies in no part, or twice"),
+    "two in a part": (lambda f: _boxes(f)[3].update(part=0), "'model/matrix' is in no part, or twice"),
     "no boxes": (lambda f: _boxes(f).clear(), "'model/matrix' is both whole and cut, or nowhere"),
-    "a box as text": (lambda f: _boxes(f).append("x"), "'model/matrix' lies in no part"),
+    "a box as text": (lambda f: _boxes(f).append("x"), "'model/matrix' is in no part"),
     "half a box": (lambda f: _boxes(f)[0].pop("size"), "size is missing"),
     "fractions": (lambda f: _boxes(f)[0].update(offset=[0.0, 0]), "'model/matrix' has no possible box"),
     "fewer dimensions": (lambda f: _boxes(f)[0].update(offset=[0], size=[2]), "'model/matrix': .* no box of"),
@@ -265,7 +265,7 @@ def test_boxes_that_cannot_be_are_damage_that_is_named(tmp_path: Path, change: o
 
 
 def test_parts_that_do_not_fit_each_other_are_not_committed(tmp_path: Path) -> None:
-    """Worker 1 was told something else than worker 0: nothing becomes a checkpoint."""
+    """Worker 1 has other holders than worker 0: nothing becomes a checkpoint."""
     found = {"w": torch.zeros(4, 2)}
     events: list[object] = []
     writers = [Writer(tmp_path, rank, 2, 2, events.append) for rank in range(2)]
@@ -280,5 +280,5 @@ def test_parts_that_do_not_fit_each_other_are_not_committed(tmp_path: Path) -> N
     for writer in writers:
         writer.finish()
         writer.close()
-    assert "tensor 'w': [1:2, 0:2] of [4, 2] is there twice: the workers do not agree" in str(events[0])
+    assert "tensor 'w': [1:2, 0:2] of [4, 2] is covered twice: the workers do not agree" in str(events[0])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What a checkpoint claims is compared with the model before memory is taken for it."""
+"""The shapes in a checkpoint are compared with the model before memory is allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(directory: Path, tensors: dict[str, Tensor]) -> OpenedCheckpoint:
     ("beside", "problem"),
     [
         ({"model/weight": torch.zeros(8, 8)}, r"'model/weight' is float32 \[2, 2\] here and float32 \[8, 8\]"),
-        ({"model/other": torch.zeros(8)}, "'model/other' .*, which is not known here"),
+        ({"model/other": torch.zeros(8)}, "'model/other' .*, which this model does not have"),
         ({"optimizer/state": torch.zeros(80 << 20, dtype=torch.uint8)}, "more than 256 times as much"),
         ({"sync/anchor": torch.zeros(80 << 20, dtype=torch.uint8)}, "more than 256 times as much"),
     ],

@@ -1,4 +1,4 @@
-"""A checkpoint read piece by piece: only what is needed, never what was not verified, and what is wrong by name."""
+"""Partial reads of a checkpoint: only what is needed, only what is verified, errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors, wrong
 from tests.checkpoint.states import unexpected
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from unisono.checkpoint import (
     Box,
     OpenedCheckpoint,
@@ -173,7 +172,7 @@ def test_another_model_is_named_before_anything_is_read(directory: Path, counted
         opened.read("model/bias", Box.whole((8,)))
     expected = {name: (x.dtype, tuple(x.shape)) for name, x in tensors().items()}
     compare(expected, opened.specs)
-    with pytest.raises(CheckpointMismatch, match=r"'model/bias' \(float64 \[7\]\), which is not known here"):
+    with pytest.raises(CheckpointMismatch, match=r"'model/bias' \(float64 \[7\]\), which this model does not have"):
         compare({name: spec for name, spec in expected.items() if name != "model/bias"}, opened.specs)
     assert counted == []
 

@@ -1,4 +1,4 @@
-"""What is written is what is read, bit for bit, whoever writes."""
+"""What is written is read back bit for bit, from any number of workers."""
 
 from __future__ import annotations
 

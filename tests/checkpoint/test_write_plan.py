@@ -1,4 +1,4 @@
-"""Who writes what."""
+"""Which worker writes which tensors of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command line with a run that is only played, so that what reaches it can be looked at."""
+"""Replaces the run behind the command line by a fake that records its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono chaos``: what is asked for, what is said, and the exit code that goes with it."""
+"""``unisono chaos``: its options, output and exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from unisono.chaos.fault_schedule import FaultKind
 from unisono.chaos.trial import dependence
-from unisono.cli.chaos import read
+from unisono.cli.chaos import read_request
 from unisono.elastic import state_transfer as state
 from unisono.elastic.state_transfer import Progress
 from unisono.tasks.source import NamedTask
@@ -44,7 +44,7 @@ def own(tmp_path: Path) -> str:
 
 def test_all_that_is_said_is_understood(own: str) -> None:
     line = "--kill 5 --freeze=0 --coordinator 2 --seed 7 --seeds 3 --workers 6 --width 9 --virtual"
-    asked = read([own, *line.split()])
+    asked = read_request([own, *line.split()])
     assert {kind: asked.wanted[kind] for kind in (FaultKind.KILL, FaultKind.FREEZE, FaultKind.COORDINATOR)} == {
         FaultKind.KILL: 5, FaultKind.FREEZE: 0, FaultKind.COORDINATOR: 2}  # fmt: skip
     assert (asked.seeds, asked.virtual) == (range(7, 10), True)
@@ -53,7 +53,7 @@ def test_all_that_is_said_is_understood(own: str) -> None:
 
 
 def test_without_a_word_everything_befalls_a_run(own: str) -> None:
-    asked = read([own])
+    asked = read_request([own])
     assert all(asked.wanted.values())
     assert (asked.seeds, asked.virtual) == (range(1), False)
 
@@ -61,14 +61,17 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--kill", "--kill = (nothing): a number is missing"),
+        ("--kill", "--kill = (nothing): a value is missing"),
         ("--kill two", "--kill = two: not a whole number from 0"),
         ("--coordinator http://here:1", "--coordinator = http://here:1: not a whole number from 0"),
-        ("--seeds 0", "--seeds = 0: nothing is tried"),
-        ("--listen 10.0.0.1 --certificate none", "its coordinator is one of its own; leave out where it is"),
-        ("--virtual --resume --run-dir here", "resume = True: each run is one of ours"),
-        ("--virtual --no-elastic", "workers of such a run cannot come and go"),
-        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot come and go"),
+        ("--seeds 0", "--seeds = 0: no seed is tried"),
+        (
+            "--listen 10.0.0.1 --certificate none",
+            "it starts a coordinator for each run; leave out the options about the coordinator",
+        ),
+        ("--virtual --resume --run-dir here", "resume = True: chaos chooses the directory of each run"),
+        ("--virtual --no-elastic", "workers of such a run cannot join or leave"),
+        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot join or leave"),
         ("--virtual --workers 1", "use two workers or more"),
     ],
 )
@@ -84,7 +87,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({}, ""), ({"compress": "Cast()"}, "sums are rounded otherwise"), ({"sync": "DiLoCo()"}, "replicas that walk")],
+    [
+        ({}, ""),
+        ({"compress": "Cast()"}, "the rounding of sums depends"),
+        ({"sync": "DiLoCo()"}, "with local steps the result depends"),
+    ],
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
     task = NamedTask("unisono.tasks.builtin.digits:digits").load()
@@ -110,7 +117,7 @@ def test_equal_runs_are_told_as_such(unisono: Any, own: str, tmp_path: Path) -> 
 
 def test_whoever_does_not_ask_for_the_same_bits_is_told(unisono: Any, own: str) -> None:
     said = unisono("chaos", own, "--virtual", "--steps", "2", "--compress", "Cast()", "--kill", "0")
-    assert "without --compress 'Exact()' sums are rounded otherwise" in said.out
+    assert "without --compress 'Exact()' the rounding of sums depends" in said.out
 
 
 def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
@@ -125,5 +132,5 @@ def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
     said = unisono("chaos", own, "--virtual", "--seeds", "2", "--seed=4", "--workers", "3")
     assert said.code == 1, said
     assert "seed 4: DIFFERENT after" in said.out
-    assert "0 of 2 seeds came to the same as the undisturbed run" in said.out
+    assert "0 of 2 seeds gave the result of the baseline" in said.out
     assert f"unisono chaos {shlex.quote(own)} --virtual --workers 3 --seed 5" in said.out.replace("\n", "")

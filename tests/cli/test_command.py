@@ -1,4 +1,4 @@
-"""Help, version, the list of tasks, and how light the command line is."""
+"""Help, version and the list of tasks; the command line imports no torch."""
 
 from __future__ import annotations
 

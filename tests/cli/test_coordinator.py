@@ -1,4 +1,4 @@
-"""``unisono coordinator``: a service of its own, what it prints, whom it answers, how it ends."""
+"""``unisono coordinator``: its output, the requests that it answers, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ignoring
-from unisono.cli.token import token
+from unisono.cli.token import read_token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection
@@ -79,7 +79,7 @@ def test_it_makes_a_certificate_by_whose_fingerprint_it_is_known(tmp_path: Path)
             url = url_of(process)
             assert process.stdout is not None
             said, _, authority = process.stdout.readline().strip().rpartition(" ")
-            assert said == f"others join with  unisono join {url} --authority"
+            assert said == f"other hosts join with  unisono join {url} --authority"
             shown.append(authority)
             answer = HttpConnection(CoordinatorAddress(url, TOKEN, authority=authority)).get(
                 "/v1/status", StatusMessage
@@ -161,10 +161,10 @@ def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
 
 
 def test_a_token_that_is_short_is_refused_and_not_shown() -> None:
-    with pytest.raises(InvalidInput, match="16 printable characters") as refused:
-        token({}, {"UNISONO_TOKEN": "secret"})
+    with pytest.raises(InvalidInput, match="16 printable ASCII characters") as refused:
+        read_token({}, {"UNISONO_TOKEN": "secret"})
     assert "secret" not in str(refused.value)
 
 
 def test_no_token_is_given_where_there_is_none() -> None:
-    assert token({}, {}) == ""
+    assert read_token({}, {}) == ""

@@ -1,4 +1,4 @@
-"""``unisono join`` and ``unisono status``, and how ``unisono train`` is told where the coordinator is."""
+"""``unisono join`` and ``unisono status``, and the coordinator options of ``unisono train``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_client import TOKEN as THEIRS
-from tests.membership.test_client import serving
+from tests.support.coordinator import TOKEN as THEIRS
+from tests.support.coordinator import serving
 from unisono.cli.status import heading
 from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatus
 from unisono.membership import contact_file as card
@@ -58,14 +58,14 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("train digits --listen :4000", "--listen = :4000: no address"),
+        ("train digits --listen :4000", "--listen = :4000: not an address"),
         ("train digits --listen a:70000", "port = 70000: above 65535"),
         ("train digits --key nowhere --listen a", "--key = nowhere: there is no such file"),
-        (f"train digits --key {__file__}", "no coordinator is said; add --listen HOST or --coordinator URL."),
-        ("train digits --listen a --coordinator http://b:1", "--listen = a: the coordinator is up already"),
+        (f"train digits --key {__file__}", "no coordinator is named; add --listen HOST or --coordinator URL."),
+        ("train digits --listen a --coordinator http://b:1", "--listen = a: --coordinator names one that runs already"),
         ("train digits --listen 10.0.0.1", "plain HTTP between hosts is not encrypted"),
         ("train digits --coordinator http://here:4", "plain HTTP between hosts is not encrypted"),
-        ("status http://here:4", "have it use https:// (unisono coordinator --help), or add --authority none."),
+        ("status http://here:4", "let it use https:// (unisono coordinator --help), or add --authority none."),
         ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, --certificate new (one is made), "),
         ("join https://a:1 --authority sha256:12", "--authority = sha256:12: no fingerprint of a certificate; write"),
         ("join http://127.0.0.1:1 --task a --script b", "--script = b: --task is given too"),
@@ -97,7 +97,7 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         card.write_contact(tmp_path, CoordinatorAddress(served.url, THEIRS))
-        assert unisono("status", "--run-dir", str(tmp_path)).out == "no view yet: 0 workers are here\n"
+        assert unisono("status", "--run-dir", str(tmp_path)).out == "no view yet; workers: 0\n"
         line = HttpConnection(CoordinatorAddress(served.url, THEIRS))
         for worker in ("a", "b"):
             line.post("/v1/beat", {"worker": worker, "count": 1}, HeartbeatReply)
@@ -108,10 +108,10 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
         said = unisono("status", "--run-dir", str(tmp_path)).out
         told = json.loads(unisono("status", "--run-dir", str(tmp_path), "--json").out)
         line.close()
-    assert said.startswith("view 1: 2 workers from step 0; it ")
+    assert said.startswith("view 1: 2 workers from step 0; ")
     assert re.search(r"a +in view 1 +1,200 +\d+\.\d s ago", said)
     assert re.search(r"b +leaving +0", said)
-    assert re.search(r"c +standing by +0", said)
+    assert re.search(r"c +spare +0", said)
     assert re.search(r"\d\d:\d\d:\d\d  view 1: 2 workers \(a, b\) start from step 0", said)
     assert {worker["worker"] for worker in told["workers"]} == {"a", "b", "c"}
 
@@ -119,5 +119,5 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
 def test_each_way_in_which_a_view_may_stand_has_words() -> None:
     view = View(2, ("a",), StateVersion(0, 7), (), (Endpoint(),))
     said = {over: heading(view, over) for over in ViewStatus}
-    assert said[ViewStatus.ACTIVE] == "view 2: 1 worker from what was kept; it goes on"
+    assert said[ViewStatus.ACTIVE] == "view 2: 1 worker from the last checkpoint; active"
     assert len(set(said.values())) == len(ViewStatus)

@@ -1,4 +1,4 @@
-"""``unisono launch``: its own options, and a script that runs as Python would run it."""
+"""``unisono launch``: its options, and scripts that run as under plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_run import Said
-from unisono.cli.launch import Launch, read
+from unisono.cli.launch import LaunchRequest, read_request
 
 Unisono = Callable[..., Said]
 
@@ -24,21 +24,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_follows_the_script_is_the_scripts(script: Path) -> None:
-    asked = read(["--workers", "3", "--logs=l", "loop.py", "--workers", "9", "x"])
-    assert asked == Launch(Path("loop.py"), ("--workers", "9", "x"), 3, Path("l"), Path("l"))
+    asked = read_request(["--workers", "3", "--logs=l", "loop.py", "--workers", "9", "x"])
+    assert asked == LaunchRequest(Path("loop.py"), ("--workers", "9", "x"), 3, Path("l"), Path("l"))
 
 
 def test_logs_have_a_place_of_their_own(script: Path) -> None:
-    logs = read(["loop.py"]).logs
+    logs = read_request(["loop.py"]).logs
     assert logs.parts[0] == "runs"
     assert logs.parts[1].startswith("loop-")
 
 
 def test_a_run_has_a_place_and_workers_a_range(script: Path) -> None:
-    asked = read(["--workers", "2:4", "--run-dir", "r", "loop.py"])
-    assert asked == Launch(Path("loop.py"), (), 2, Path("r/logs"), Path("r"), min_workers=2, max_workers=4)
-    assert asked.largest == 4
-    assert not read(["--no-elastic", "--workers", "2", "loop.py"]).elastic
+    asked = read_request(["--workers", "2:4", "--run-dir", "r", "loop.py"])
+    assert asked == LaunchRequest(Path("loop.py"), (), 2, Path("r/logs"), Path("r"), min_workers=2, max_workers=4)
+    assert asked.most_workers == 4
+    assert not read_request(["--no-elastic", "--workers", "2", "loop.py"]).elastic
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_a_run_has_a_place_and_workers_a_range(script: Path) -> None:
         ("", "script = (nothing): no script is given; write unisono launch SCRIPT.py."),
         ("nowhere.py", "script = nowhere.py: there is no such file; check the path."),
         ("--workers 0 loop.py", "--workers = 0: not a whole number from 1; write for instance --workers 2."),
-        ("--workers 4:2 loop.py", "--workers = 4:2: there are never more than 2"),
-        ("--no-elastic --workers 2:4 loop.py", "--no-elastic = (given): then no worker can come or go"),
-        ("--key k loop.py", "--key = k: no coordinator is said"),
+        ("--workers 4:2 loop.py", "--workers = 4:2: the first number is larger than 2"),
+        ("--no-elastic --workers 2:4 loop.py", "--no-elastic = (given): then no worker can join or leave"),
+        ("--key k loop.py", "--key = k: no coordinator is named"),
         ("--workers two loop.py", "--workers = two: not a whole number from 1"),
         ("--worker 2 loop.py", "--worker = (nothing): there is no such option; did you mean --workers?"),
         ("--workers", "--workers = (nothing): a value is missing"),

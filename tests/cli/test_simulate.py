@@ -1,4 +1,4 @@
-"""``unisono simulate``: the same numbers every time, a table and curves, and one sentence for what cannot work."""
+"""``unisono simulate``: reproducible figures, a table, curves, and messages for invalid input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_way_is_a_table_and_a_curve(unisono: Unisono, home: Path) -> None:
     said = unisono("simulate", "own.py:task", *ON)
     assert said.code == 0, said.err
-    assert "links of 1Mbit and 2ms, 20ms±10% for a share of 8 samples, global batch 24" in " ".join(said.out.split())
+    assert "links of 1Mbit and 2ms, 20ms±10% for 8 samples, global batch 24" in " ".join(said.out.split())
     for words in (
         "● AllReduce()",
         "steps/s",
@@ -93,7 +93,7 @@ def test_auto_measures_and_says_what_it_was(unisono: Unisono, home: Path) -> Non
     said = unisono("simulate", "own.py:task", "--steps", "2", "--workers", "2")
     assert said.code == 0, said.err
     assert "links of 10Gbit and 50us, " in said.out
-    assert "ms for a share of 12 samples" in " ".join(said.out.split())
+    assert "ms for 12 samples" in " ".join(said.out.split())
 
 
 def test_many_workers_need_no_further_words(unisono: Unisono, home: Path) -> None:
@@ -119,16 +119,16 @@ WRONG = {
     "own.py:task --link 100Mb/s": "--link = 100Mb/s: Mb/s is not a unit of a rate",
     "own.py:task --link 0Mbit": "--link = 0Mbit: not above 0",
     "own.py:task --link": "--link = (nothing): a value is missing; write --link RATE.",
-    "own.py:task --link 1Gbit,1Gbit --workers 3": "--link = 1Gbit,1Gbit: 2 values for 3 workers; give one for all, or",
+    "own.py:task --link 1Gbit,1Gbit --workers 3": "--link = 1Gbit,1Gbit: 2 values for 3 workers; pass one for all, or",
     "own.py:task --latency 20": "--latency = 20: a unit is missing; write for instance 20ms, 50us or 1.5s.",
     "own.py:task --latency -1ms": "--latency = -1ms: not a number and a unit",
     "own.py:task --compute fast": "--compute = fast: fast: not a number and a unit; write for instance 50ms, 50ms±10%",
     "own.py:task --compute 50ms±10": "--compute = 50ms±10: 50ms±10: 10 after ± is not a share from 0% to 100%",
-    "own.py:task --compute 1ms,2ms --workers 3": "--compute = 1ms,2ms: 2 times for 3 workers; give one for all, or",
+    "own.py:task --compute 1ms,2ms --workers 3": "--compute = 1ms,2ms: 2 times for 3 workers; pass one for all, or",
     "own.py:task --against DiLocco()": "DiLocco is neither a synchronizer nor a compressor; did you mean DiLoCo?",
-    "own.py:task --against AllReduce()": "--against = AllReduce(): the same as another way; leave one of them out.",
+    "own.py:task --against AllReduce()": "--against = AllReduce(): the same as another variant; omit one of them.",
     "own.py:task --against lr=x": "lr = x: not a number; write a number.",
-    "own.py:task --plot curves.jpeg": "--plot = curves.jpeg: not a kind of picture that can be drawn; end it with .png",
+    "own.py:task --plot curves.jpeg": "--plot = curves.jpeg: not a supported image format; end it with .png",
     "own.py:task --json no/where.json": "--json = no/where.json: there is no directory",
     "own.py:task --resume": "--resume = True: a simulation writes and reads no run; leave it out.",
     "own.py:task --workers 7 --global-batch 24": "workers = 7: a step has only 4 micro-batches",
@@ -158,7 +158,7 @@ def test_help_tells_of_both_kinds_of_options(unisono: Unisono) -> None:
     said = unisono("simulate", "text", "--help")
     assert said.code == 0
     assert said.out.startswith("usage: unisono simulate TASK [options]\n")
-    for option in ("--link RATE", "--against WAY", "50ms±10%", "--global-batch N", "--model.layers INT"):
+    for option in ("--link RATE", "--against VARIANT", "50ms±10%", "--global-batch N", "--model.layers INT"):
         assert option in said.out
 
 

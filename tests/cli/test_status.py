@@ -1,4 +1,4 @@
-"""``unisono status`` of a run: what each worker does, on which line, and where the time went."""
+"""``unisono status``: what each worker does, on which line, and where the time went."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from unisono.cli import main
 from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership.client import CoordinatorClient

@@ -1,4 +1,4 @@
-"""What signals do to a command before there are workers, and what a command does without a terminal."""
+"""Signals before workers exist, and commands without a terminal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sigterm_ends_chaos_in_words_and_leaves_no_directory(
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("unisono.cli.chaos._tried", asked)
+    monkeypatch.setattr("unisono.cli.chaos._trials", asked)
     said = unisono("chaos", "digits")
     assert (said.code, said.err) == (143, "interrupted by SIGTERM\n")
     assert len(there) == 1
@@ -96,9 +96,9 @@ def test_a_signal_while_the_command_is_imported_is_one_sentence(number: signal.S
 
 OPENS = """
 import os, sys
-from unisono.cli.terminal import going_on_unread
+from unisono.cli.terminal import ignoring_output_errors
 
-with going_on_unread():
+with ignoring_output_errors():
     file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
     print("not for the file", flush=True)
     print("nor this", file=sys.stderr, flush=True)

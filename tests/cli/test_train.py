@@ -1,4 +1,4 @@
-"""``unisono train``: what reaches the run, what is printed, and one sentence for whatever cannot work."""
+"""``unisono train``: what reaches the run, what is printed, and messages for invalid input."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_cannot_work_is_one_sentence_and_starts_nothing(
     ("content", "says"),
     [
         ("steps = ", "not TOML"),
-        ("stps = 3", "stps = 3: {} has a field that is not known; did you mean steps?"),
+        ("stps = 3", "stps = 3: there is no such setting (in {}); did you mean steps?"),
         ('task = "digits"', "task = digits: in {} it is not a table"),
         (b"\xff", "not TOML"),
     ],
@@ -181,7 +181,7 @@ def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played
     played.act = raising(WorkerFailed(2, "ValueError: bad", trace))
     said = unisono("train", "digits")
     assert said.code == 1
-    going_on = "the run lies in runs/a b; go on with  unisono train --run-dir 'runs/a b' --resume\n"
+    going_on = "the run directory is runs/a b; resume with  unisono train --run-dir 'runs/a b' --resume\n"
     assert said.err.endswith(f"{trace}\n\nworker 2 failed: ValueError: bad\n{going_on}")
     assert said.err.count("Traceback") == 1
 

@@ -1,4 +1,4 @@
-"""What holds for every communicator, as functions of one: each is run by all workers, and asserts."""
+"""Laws of every communicator, as functions of one. All ranks run them, and they assert."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def every_verb_gives_what_the_contract_says(comm: Communicator) -> None:
                 assert good(work.wait()), "wait may be called again"
 
 
-def many_works_may_be_under_way(comm: Communicator) -> None:
+def many_works_may_be_in_flight(comm: Communicator) -> None:
     """More than any queue of headers holds, waited for in the reverse order."""
     verbs = list(STARTS)
     works = []
@@ -152,7 +152,7 @@ def many_works_may_be_under_way(comm: Communicator) -> None:
 
 
 def polls_move_everything(comm: Communicator) -> None:
-    """Whoever polls the last work only, moves all before it: else its own turn would never come."""
+    """Polling the last work advances all before it, without which it could not finish."""
     works = [STARTS[verb](comm, torch.int64, (5,)) for verb in STARTS]
     last = works[-1][0]
     while not last.poll():
@@ -160,8 +160,8 @@ def polls_move_everything(comm: Communicator) -> None:
     assert all(good(work.wait()) for work, good in works)
 
 
-def lanes_are_independent(comm: Communicator) -> None:
-    """Workers wait for two lanes in different orders, and number the messages of each by itself."""
+def channels_are_independent(comm: Communicator) -> None:
+    """Workers wait for two channels in different orders, and number the messages of each separately."""
     first, second = comm.channel("first"), comm.channel("second")
     for seed in range(5):
         pending = [
@@ -215,19 +215,19 @@ def sums_are_in_the_order_of_ranks(comm: Communicator) -> None:
 def any_sequence_of_verbs_works(comm: Communicator, rounds: int, longest_pause_seconds: float = 0.0) -> None:
     """Random verbs, sizes and pauses; all workers draw the same verbs and different pauses."""
     verbs, pauses = random.Random(1), random.Random(2 + comm.rank)
-    under_way: list[Any] = []
-    lanes = [comm, comm.channel("other")]
+    in_flight: list[Any] = []
+    channels = [comm, comm.channel("other")]
     for seed in range(rounds):
         verb = verbs.choice([verb for verb in STARTS if "_sum" not in verb])
         shape = (verbs.choice([0, 1, 3, 100, 5000]),)
-        lane, dtype = verbs.choice(lanes), verbs.choice(DTYPES)
-        under_way.append(((verb, dtype, shape), STARTS[verb](lane, dtype, shape, seed)))
+        channel, dtype = verbs.choice(channels), verbs.choice(DTYPES)
+        in_flight.append(((verb, dtype, shape), STARTS[verb](channel, dtype, shape, seed)))
         if longest_pause_seconds and pauses.random() < 0.05:
             time.sleep(pauses.random() * longest_pause_seconds)
-        while len(under_way) > verbs.randrange(8):
-            (name, dtype, n), (work, good) = under_way.pop(0)
+        while len(in_flight) > verbs.randrange(8):
+            (name, dtype, n), (work, good) = in_flight.pop(0)
             assert good(work.wait()), (seed, name, dtype, n, work.wait())
-    assert all(good(work.wait()) for _, (work, good) in under_way)
+    assert all(good(work.wait()) for _, (work, good) in in_flight)
 
 
 def wrong_arguments_are_refused(comm: Communicator) -> None:
@@ -246,7 +246,7 @@ def wrong_arguments_are_refused(comm: Communicator) -> None:
     assert good(work.wait()), "nothing was started"
 
 
-# Mismatches: what worker 1 says, what all others say, and the two names that the error must have.
+# Mismatches: what worker 1 calls, what all others call, and the two names that the error must have.
 
 MISMATCHES: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str, str]] = {
     "size": (
@@ -311,7 +311,7 @@ def mismatch(comm: Communicator, case: str) -> str:
 
 
 def mismatches_name_both_sides(comm: Communicator) -> dict[str, str]:
-    """What this worker saw in each case. Each has a lane to itself, and the other lanes go on."""
+    """What this worker saw in each case. Each has a channel of its own, and the other channels continue."""
     seen = {case: mismatch(comm.channel(case), case) for case in MISMATCHES}
     work, good = start_sum(comm, torch.float32, (3,))
     assert good(work.wait())
@@ -331,9 +331,9 @@ def everything_fails_from_now_on(comm: Communicator) -> list[CommunicationError]
 
 COMMON = [
     every_verb_gives_what_the_contract_says,
-    many_works_may_be_under_way,
+    many_works_may_be_in_flight,
     polls_move_everything,
-    lanes_are_independent,
+    channels_are_independent,
     a_result_outlives_the_next_start_of_faster_peers,
     wrong_arguments_are_refused,
 ]

@@ -1,4 +1,4 @@
-"""What waits for peers can be broken off from another thread, however it waits; and nothing of it stays."""
+"""Operations that wait for peers can be aborted from another thread, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_SECONDS = 2.0  # of a machine that has other things to do; far below ever
 DEADLINE_SECONDS = 60.0
 
 
-def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
+def test_the_first_reason_stays_and_every_callback_is_called_once() -> None:
     abort, woken = Abort(), []
     abort.check("sum")
     abort.add_callback(lambda: woken.append("kept"))
@@ -35,11 +35,11 @@ def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
     assert abort.reason == WHY
     with pytest.raises(PeerLost, match=f"a worker lost during sum: {WHY}"):
         abort.check("sum")
-    with pytest.raises(ValueError, match="say why"):
+    with pytest.raises(ValueError, match="give the reason"):
         Abort().set("")
 
 
-def test_what_listens_to_nobody_is_left_alone() -> None:
+def test_a_call_that_cannot_be_aborted_is_abandoned() -> None:
     abort, free, ended = Abort(), threading.Event(), threading.Event()
 
     def stubborn() -> None:
@@ -69,7 +69,7 @@ def test_what_is_run_has_its_result_its_error_and_its_deadline() -> None:
 # Real workers.
 
 HOSTS = {"shared_memory": "aaa", "gloo": "aaa", "tiers": "aabb"}
-VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "lane", "host", "call")) | {"tiers": ("within",)}
+VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "channel", "host", "call")) | {"tiers": ("within",)}
 
 
 def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
@@ -78,14 +78,14 @@ def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
     return Rendezvous(rank, hosts, f"file://{place}", way, device, DEADLINE_SECONDS, abort=abort).connect(range(size))
 
 
-def wait(comm: Any, lines: list[Any], verb: str) -> None:
+def wait(comm: Any, connections: list[Any], verb: str) -> None:
     """For the last worker, who is not there any more."""
-    if verb == "lane":
+    if verb == "channel":
         comm.channel("another")
     elif verb == "host":
         comm.host(Echo(comm.rank))
     elif verb == "call":
-        lines[-1].call(ActorMessage("echo")).wait()
+        connections[-1].call(ActorMessage("echo")).wait()
     elif verb == "within":
         comm.hierarchy("t").intra_node.sum(torch.zeros(3)).wait()
     else:
@@ -98,15 +98,15 @@ def wait_for_the_lost(rank: int, size: int, kind: str, place: str) -> dict[str, 
     to close, and what all verbs say then."""
     aborts = {verb: Abort() for verb in VERBS[kind]}
     comms = {verb: meet(rank, size, kind, f"{place}/{verb}", abort) for verb, abort in aborts.items()}
-    lines = comms["call"].host(Echo(rank)) if "call" in comms else []
+    connections = comms["call"].host(Echo(rank)) if "call" in comms else []
     for comm in comms.values():
         comm.gather(torch.zeros(1)).wait()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return {verb: broken_off(comm, lines, verb, aborts[verb]) for verb, comm in comms.items()}
+    return {verb: aborted(comm, connections, verb, aborts[verb]) for verb, comm in comms.items()}
 
 
-def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
+def aborted(comm: Any, connections: list[Any], verb: str, abort: Abort) -> Any:
     told = list[float]()
 
     def break_off() -> None:
@@ -116,7 +116,7 @@ def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
     timer = threading.Timer(0.1, break_off)  # when this worker waits, as it does until then
     timer.start()
     with pytest.raises(PeerLost) as caught:
-        wait(comm, lines, verb)
+        wait(comm, connections, verb)
     ended = time.monotonic()
     timer.join()
     seconds = ended - told[0]  # below 0 where another, who was told before, has told this one
@@ -127,7 +127,7 @@ def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
 
 
 @pytest.mark.parametrize("kind", VERBS)
-def test_who_waits_for_a_stopped_peer_is_told(kind: str, tmp_path: Path) -> None:
+def test_waiting_for_a_stopped_peer_is_aborted(kind: str, tmp_path: Path) -> None:
     size = len(HOSTS[kind])
     with start(size, wait_for_the_lost, kind, str(tmp_path)) as workers:
         results = workers.results(lost={size - 1})[: size - 1]

@@ -1,4 +1,4 @@
-"""Who comes to an actor, and goes."""
+"""Clients that connect to an actor server, and leave it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.actors import Echo
 from unisono.comm import ActorMessage
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.handshake import ConnectionTerms, TrustedConnection
 from unisono.comm.actors.protection import Direction, Protection
 from unisono.comm.actors.server import ActorServer
@@ -29,18 +29,18 @@ class SlowToGrasp(Echo):
         super().lost(sender)
 
 
-def bare(wire: socket.socket) -> TrustedConnection:
+def bare(sock: socket.socket) -> TrustedConnection:
     """A connection as it is between processes of one host."""
-    return TrustedConnection(wire, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
+    return TrustedConnection(sock, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
 
 
-def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
+def test_a_client_that_sees_its_connection_end_may_connect_again_at_once() -> None:
     actor = SlowToGrasp()
-    desk = ActorServer(actor, 0, lambda sender, nbytes: None)
-    desk.connected([])
+    server = ActorServer(actor, 0, lambda sender, nbytes: None)
+    server.connected([])
     ours, theirs = socket.socketpair()
     ours.settimeout(10.0)
-    desk.welcome(bare(theirs), 7)
+    server.accept(bare(theirs), 7)
     ours.sendall(bytes(64))  # a message it is not
     assert actor.told.wait(10.0)
     ours.setblocking(False)
@@ -53,7 +53,7 @@ def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     again, theirs = socket.socketpair()
     again.settimeout(10.0)
     with closing(again):
-        desk.welcome(bare(theirs), 7)
-        again.sendall(b"".join(frames.encode(ActorMessage("value"))))
-        assert again.recv(4) == b"uni1"
-    desk.close()
+        server.accept(bare(theirs), 7)
+        again.sendall(b"".join(wire_format.encode(ActorMessage("value"))))
+        assert again.recv(4) == b"uni2"
+    server.close()

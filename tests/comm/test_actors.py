@@ -1,4 +1,4 @@
-"""The laws of actors, over every communicator, hosted by workers and served by processes of their own."""
+"""Laws of actors over every communicator, hosted by workers and by server processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.comm.laws import same, sample
-from tests.comm.test_laws import connected
 from tests.support.actors import Echo
+from tests.support.communicators import connected
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import ActorConnection, ActorMessage, Communicator, Link, Simulated, SingleWorker, outcomes, simulate
@@ -24,6 +24,7 @@ from unisono.comm.actors.client import ActorAddress, connect_actor
 from unisono.comm.actors.listener import ActorListener, ListeningSockets, listen
 from unisono.comm.actors.wire_format import DTYPES, encode, nbytes
 from unisono.comm.host import host_name
+from unisono.comm.security import Security
 from unisono.errors import MessageMismatch, PeerLost
 
 EVERY = [("alone", 1), ("simulated", 1), ("simulated", 3), ("gloo", 2), ("shared_memory", 2)]
@@ -56,26 +57,26 @@ def together(comm: Communicator) -> None:
 # The laws: each is run by all workers on lines of both kinds.
 
 
-def echoes_every_dtype_and_size(comm: Communicator, lines: list[ActorConnection]) -> None:
+def echoes_every_dtype_and_size(comm: Communicator, connections: list[ActorConnection]) -> None:
     for dtype in DTYPES:
         xs = [sample(comm.rank, dtype, (size,), size) for size in (0, 1, 3, 1001)]
-        for number, line in enumerate(lines):
-            answer = line.call(ActorMessage("echo", {"text": "ä\0", "none": None}, xs)).wait()
+        for number, connection in enumerate(connections):
+            answer = connection.call(ActorMessage("echo", {"text": "ä\0", "none": None}, xs)).wait()
             assert answer.fields == {"text": "ä\0", "none": None, "sender": comm.rank, "number": number}
             assert all(map(same, answer.tensors, xs))
             assert len(answer.tensors) == len(xs)
 
 
-def large_messages_arrive_whole(comm: Communicator, lines: list[ActorConnection]) -> None:
+def large_messages_arrive_whole(comm: Communicator, connections: list[ActorConnection]) -> None:
     x = sample(comm.rank, torch.float32, (3_000_001,))
-    for line in lines:
-        (found,) = line.call(ActorMessage("echo", {}, [x])).wait().tensors
+    for connection in connections:
+        (found,) = connection.call(ActorMessage("echo", {}, [x])).wait().tensors
         assert same(found, x)
 
 
-def several_calls_are_under_way_in_order(comm: Communicator, lines: list[ActorConnection]) -> None:
+def several_calls_are_in_flight_in_order(comm: Communicator, connections: list[ActorConnection]) -> None:
     for size in (10, 200_000):
-        works = [lines[-1].call(ActorMessage("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
+        works = [connections[-1].call(ActorMessage("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
         for i in (19, 3, *set(range(20)) - {19, 3}):
             answer = works[i].wait()
             assert answer.fields["i"] == i
@@ -83,38 +84,38 @@ def several_calls_are_under_way_in_order(comm: Communicator, lines: list[ActorCo
         assert works[19].wait().fields["i"] == 19
 
 
-def polling_is_enough(comm: Communicator, lines: list[ActorConnection]) -> None:
-    work = lines[0].call(ActorMessage("echo", {}, [torch.ones(300_000)]))
+def polling_is_enough(comm: Communicator, connections: list[ActorConnection]) -> None:
+    work = connections[0].call(ActorMessage("echo", {}, [torch.ones(300_000)]))
     while not work.poll():
         pass
     assert work.wait().tensors[0].sum() == 300_000
 
 
-def answers_may_come_later(comm: Communicator, lines: list[ActorConnection]) -> None:
-    works = [line.call(ActorMessage("barrier", {"size": comm.size})) for line in lines]
-    assert [work.wait().fields["number"] for work in works] == list(range(len(lines)))
+def answers_may_come_later(comm: Communicator, connections: list[ActorConnection]) -> None:
+    works = [connection.call(ActorMessage("barrier", {"size": comm.size})) for connection in connections]
+    assert [work.wait().fields["number"] for work in works] == list(range(len(connections)))
 
 
-def an_early_answer_overtakes_a_late_one(comm: Communicator, lines: list[ActorConnection]) -> None:
-    late = lines[0].call(ActorMessage("barrier", {"size": comm.size}, [torch.ones(5)]))
-    assert lines[0].call(ActorMessage("echo", {"i": 1})).wait().fields["i"] == 1
+def an_early_answer_overtakes_a_late_one(comm: Communicator, connections: list[ActorConnection]) -> None:
+    late = connections[0].call(ActorMessage("barrier", {"size": comm.size}, [torch.ones(5)]))
+    assert connections[0].call(ActorMessage("echo", {"i": 1})).wait().fields["i"] == 1
     assert late.wait().kind == "go"
 
 
-def actors_talk_to_each_other(comm: Communicator, lines: list[ActorConnection]) -> None:
+def actors_talk_to_each_other(comm: Communicator, connections: list[ActorConnection]) -> None:
     x = sample(comm.rank, torch.bfloat16, (77,))
-    for here, line in enumerate(lines):
-        for there in range(len(lines)):
-            answer = line.call(ActorMessage("forward", {"to": there}, [x])).wait()
+    for here, connection in enumerate(connections):
+        for there in range(len(connections)):
+            answer = connection.call(ActorMessage("forward", {"to": there}, [x])).wait()
             assert (answer.kind, answer.fields) == ("forwarded", {"by": here, "number": there, "sender": -1 - here})
             assert same(answer.tensors[0], x)
 
 
-def what_leaves_is_counted(comm: Communicator, lines: list[ActorConnection]) -> None:
+def what_leaves_is_counted(comm: Communicator, connections: list[ActorConnection]) -> None:
     together(comm)
     message = ActorMessage("echo", {"i": 1}, [torch.ones(1000), torch.zeros(3, dtype=torch.uint8)])
     before = comm.bytes_sent
-    lines[-1].call(message).wait()
+    connections[-1].call(message).wait()
     leaves = not isinstance(comm, SingleWorker)
     assert comm.bytes_sent - before == leaves * nbytes(encode(message))
 
@@ -122,7 +123,7 @@ def what_leaves_is_counted(comm: Communicator, lines: list[ActorConnection]) -> 
 LAWS: list[Callable[[Communicator, list[ActorConnection]], None]] = [
     echoes_every_dtype_and_size,
     large_messages_arrive_whole,
-    several_calls_are_under_way_in_order,
+    several_calls_are_in_flight_in_order,
     polling_is_enough,
     answers_may_come_later,
     an_early_answer_overtakes_a_late_one,
@@ -133,25 +134,25 @@ LAWS: list[Callable[[Communicator, list[ActorConnection]], None]] = [
 def all_laws(comm: Communicator) -> None:
     servers = served(comm)
     what_leaves_is_counted(comm, servers)
-    for lines in (servers, hosted(comm), hosted(comm.channel("beside"))):
+    for connections in (servers, hosted(comm), hosted(comm.channel("beside"))):
         for law in LAWS:
-            law(comm, lines)
+            law(comm, connections)
             together(comm)
-        failures_end_one_connection(comm, lines)
+        failures_end_one_connection(comm, connections)
         together(comm)
 
 
-def failures_end_one_connection(comm: Communicator, lines: list[ActorConnection]) -> None:
-    """An actor that fails at a message of worker 0 loses worker 0 and nobody else."""
+def failures_end_one_connection(comm: Communicator, connections: list[ActorConnection]) -> None:
+    """An actor that fails at a message of worker 0 loses worker 0 and no other worker."""
     if comm.rank == 0:
         for kind in ("fail", "echo"):
             with pytest.raises(PeerLost, match=kind) as lost:
-                lines[0].call(ActorMessage(kind)).wait()
+                connections[0].call(ActorMessage(kind)).wait()
             assert lost.value.ranks == (0,)
-        if len(lines) > 1:
-            lines[-1].call(ActorMessage("echo")).wait()
+        if len(connections) > 1:
+            connections[-1].call(ActorMessage("echo")).wait()
     else:
-        answer = lines[0].call(ActorMessage("watch")).wait()
+        answer = connections[0].call(ActorMessage("watch")).wait()
         assert answer.fields["senders"] == [0]
 
 
@@ -164,7 +165,7 @@ def test_laws(kind: str, size: int, tmp_path: Path) -> None:
 def all_laws_over_the_network(comm: Communicator, encrypted: bool) -> None:
     """As between hosts; this process is another after every test."""
     ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
-    comm._channels.actor_host._encrypted = encrypted  # type: ignore[attr-defined]
+    comm._channels.actor_host._security = Security(encrypted=encrypted)  # type: ignore[attr-defined]
     all_laws(comm)
 
 
@@ -174,29 +175,29 @@ def test_laws_hold_over_the_network(tmp_path: Path, encrypted: bool) -> None:
 
 
 def test_who_is_not_nearby_comes_over_the_network() -> None:
-    with closing(ListeningSockets.open("127.0.0.1")) as doors:
+    with closing(ListeningSockets.open("127.0.0.1")) as listening:
         families: SimpleQueue[int] = SimpleQueue()
-        reception = ActorListener(
-            doors.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.wire.family)
+        listener = ActorListener(
+            listening.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.sock.family)
         )
         for nearby, host, family in (
-            (doors.nearby, host_name(), socket.AF_UNIX),
+            (listening.nearby, host_name(), socket.AF_UNIX),
             ("nobody has this name", host_name(), socket.AF_INET),
-            (doors.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
+            (listening.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
         ):
-            place = ActorAddress(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
+            place = ActorAddress(0, "server 0", 0, *listening.endpoint, os.getpid(), nearby, host)
             connect_actor(place, b"token", 0, 10.0).close()
             assert families.get(timeout=10.0) == family
-        reception.close()
+        listener.close()
 
 
 # Processes: what they are, and how they end.
 
 
 def about_processes(comm: Communicator) -> list[dict[str, Any]]:
-    lines = comm.serve(3, "tests.support.actors:Echo", {"told": [1, None]})
-    told = [line.call(ActorMessage("process")).wait().fields for line in lines]
-    assert [each["pid"] for each in told] == [line.pid for line in lines]  # type: ignore[attr-defined]
+    connections = comm.serve(3, "tests.support.actors:Echo", {"told": [1, None]})
+    told = [connection.call(ActorMessage("process")).wait().fields for connection in connections]
+    assert [each["pid"] for each in told] == [connection.pid for connection in connections]  # type: ignore[attr-defined]
     together(comm)
     comm.close()
     return told
@@ -219,26 +220,26 @@ def is_alive(pid: int) -> bool:
 
 
 def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
-    lines = served(comm)
+    connections = served(comm)
     if how == MIDST:
-        work = lines[1].call(ActorMessage("silent"))
+        work = connections[1].call(ActorMessage("silent"))
     together(comm)
     if comm.rank == 0:
         if isinstance(comm, Simulated):
             comm.world.lose_server(1)
         else:
-            os.kill(lines[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(connections[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     together(comm)
     began = comm.now()
     if how == BEFORE:
-        work = lines[1].call(ActorMessage("echo"))
+        work = connections[1].call(ActorMessage("echo"))
     with pytest.raises(PeerLost, match="server 1") as lost:
         work.wait()
     assert comm.now() - began < DEADLINE_SECONDS / 8
     with pytest.raises(PeerLost):
-        lines[1].call(ActorMessage("echo")).wait()
-    assert lines[0].call(ActorMessage("watch")).wait().fields["senders"] == [-2]
-    assert lines[0].call(ActorMessage("forward", {"to": 1})).wait().kind == "nobody"
+        connections[1].call(ActorMessage("echo")).wait()
+    assert connections[0].call(ActorMessage("watch")).wait().fields["senders"] == [-2]
+    assert connections[0].call(ActorMessage("forward", {"to": 1})).wait().kind == "nobody"
     together(comm)
     return lost.value.ranks
 
@@ -250,31 +251,31 @@ BEFORE, MIDST = "before a call", "in the midst of a call"
 @pytest.mark.parametrize(
     ("kind", "how"), [("simulated", BEFORE), ("simulated", MIDST), ("gloo", MIDST), ("shared_memory", BEFORE)]
 )
-def test_a_lost_server_is_seen_at_once_by_everybody(kind: str, how: str, tmp_path: Path) -> None:
+def test_all_workers_see_a_lost_server_at_once(kind: str, how: str, tmp_path: Path) -> None:
     assert over(kind, 2, tmp_path, outlive_a_server, how) == [(1,)] * 2
 
 
-def is_gone(line: ActorConnection) -> bool:
+def is_gone(connection: ActorConnection) -> bool:
     try:
-        line.call(ActorMessage("echo")).wait()
+        connection.call(ActorMessage("echo")).wait()
     except PeerLost:
         return True
     return False
 
 
 def wait_for_a_killed_worker(comm: Communicator, directory: Path) -> list[Any]:
-    """Worker 1 is killed; its server goes with it, and the actors of worker 0 hear of it."""
-    lines, beside = served(comm), hosted(comm)
+    """Worker 1 is killed; its server goes with it, and the actors of worker 0 see the loss."""
+    connections, beside = served(comm), hosted(comm)
     (directory / f"{comm.rank}").touch()
     if comm.rank == 1:
         signal.pause()
-    watching = [lines[0].call(ActorMessage("watch")), beside[0].call(ActorMessage("watch"))]
+    watching = [connections[0].call(ActorMessage("watch")), beside[0].call(ActorMessage("watch"))]
     assert within(DEADLINE_SECONDS, lambda: (directory / "1").exists())
     (directory / "now").touch()
     gone = [work.wait().fields["senders"] for work in watching]
-    for line in (lines[1], beside[1]):  # a server notices that it is alone a moment after others do
-        assert within(DEADLINE_SECONDS, lambda line=line: is_gone(line))
-    return [gone, [line.pid for line in lines]]  # type: ignore[attr-defined]
+    for connection in (connections[1], beside[1]):  # a server notices that it is alone a moment after others do
+        assert within(DEADLINE_SECONDS, lambda connection=connection: is_gone(connection))
+    return [gone, [connection.pid for connection in connections]]  # type: ignore[attr-defined]
 
 
 def test_a_killed_worker_takes_its_servers_along(tmp_path: Path) -> None:
@@ -298,13 +299,13 @@ def start_what_is_not_there(comm: Communicator) -> int:
 
 
 def give_up_on_a_silent_server(comm: Communicator) -> float:
-    (line,) = comm.serve(1, "tests.support.actors:Echo", {})
+    (connection,) = comm.serve(1, "tests.support.actors:Echo", {})
     together(comm)
     if comm.rank == 0 and not isinstance(comm, Simulated):
-        os.kill(line.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        os.kill(connection.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     began = comm.now()
-    with pytest.raises(PeerLost, match=r"server 0.*silent") as lost:
-        line.call(ActorMessage("silent")).wait()
+    with pytest.raises(PeerLost, match=r"server 0.*no answer") as lost:
+        connection.call(ActorMessage("silent")).wait()
     assert lost.value.ranks == (0,)
     return comm.now() - began
 
@@ -316,15 +317,15 @@ def test_a_silent_server_is_lost_within_the_deadline(tmp_path: Path) -> None:
         assert 4.5 < seconds < 10.0
 
 
-# The made-up clock.
+# The virtual clock.
 
 SLOW = Link(bytes_per_second=1e4, latency_seconds=0.01)
 
 
 def push(comm: Simulated, busy_seconds: float = 0.0) -> float:
-    (line,) = comm.serve(1, "tests.support.actors:Echo", {})
+    (connection,) = comm.serve(1, "tests.support.actors:Echo", {})
     began = comm.now()
-    work = line.call(ActorMessage("value", {}, [torch.ones(10_000)]))
+    work = connection.call(ActorMessage("value", {}, [torch.ones(10_000)]))
     comm.compute(busy_seconds)
     work.wait()
     seconds = comm.now() - began
@@ -352,8 +353,8 @@ def test_a_simulated_service_is_the_same_in_every_run() -> None:
 
 def draw(comm: Communicator, serves: bool) -> float:
     if serves:
-        lines = comm.serve(1, "tests.support.actors:draws", {})
-        lines[0].call(ActorMessage("draw")).wait()
+        connections = comm.serve(1, "tests.support.actors:draws", {})
+        connections[0].call(ActorMessage("draw")).wait()
     return float(torch.rand(1))
 
 
@@ -362,26 +363,26 @@ def test_actors_draw_from_random_numbers_of_their_own() -> None:
 
 
 def wait_in_vain(comm: Communicator) -> None:
-    lines = served(comm)
-    lines[0].call(ActorMessage("silent")).wait()
+    connections = served(comm)
+    connections[0].call(ActorMessage("silent")).wait()
 
 
-def test_when_nothing_more_can_happen_everybody_is_told() -> None:
+def test_all_workers_see_when_nothing_more_can_happen() -> None:
     for error in outcomes(2, wait_in_vain):
         assert isinstance(error, MessageMismatch)
         assert "'silent' to server 0" in str(error)
 
 
 def lose_a_worker(comm: Simulated) -> Any:
-    lines, beside = served(comm), hosted(comm)
+    connections, beside = served(comm), hosted(comm)
     if comm.rank == 1:
         comm.compute(1.0)
         comm.world.lose(1)
         together(comm)
-    gone = lines[0].call(ActorMessage("watch")).wait().fields["senders"], comm.now()
-    for line in (lines[1], beside[1]):
+    gone = connections[0].call(ActorMessage("watch")).wait().fields["senders"], comm.now()
+    for connection in (connections[1], beside[1]):
         with pytest.raises(PeerLost):
-            line.call(ActorMessage("echo")).wait()
+            connection.call(ActorMessage("echo")).wait()
     return gone
 
 

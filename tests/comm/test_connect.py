@@ -1,4 +1,4 @@
-"""From a rank and a URL to a communicator; what cannot work is said in words."""
+"""From rank and URL to a communicator, and messages for what cannot work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT_SECONDS = 20.0
         ("tcp://10.0.0.1:1?served=1", RendezvousAddress(host="10.0.0.1", port=1, served=True)),
     ],
 )
-def test_meeting_places(url: str, place: RendezvousAddress) -> None:
+def test_rendezvous_urls(url: str, place: RendezvousAddress) -> None:
     assert parse_rendezvous(url) == place
 
 
@@ -51,18 +51,18 @@ def test_meeting_places(url: str, place: RendezvousAddress) -> None:
         "tcp://h:1?x=1",
     ],
 )
-def test_what_is_no_meeting_place_is_refused_with_a_cure(url: str) -> None:
+def test_what_is_no_rendezvous_url_is_refused_with_a_cure(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"^rendezvous = .*; write file:///") as caught:
         parse_rendezvous(url)
     assert caught.value.value == url
 
 
-def test_the_own_address_is_the_one_towards_the_meeting_place() -> None:
+def test_the_own_address_is_the_one_on_the_route_to_the_rendezvous() -> None:
     assert own_address(parse_rendezvous("file:///x")) == "127.0.0.1"
     assert own_address(parse_rendezvous("tcp://localhost:1")) in ("127.0.0.1", "::1")
 
 
-def test_one_worker_meets_nobody() -> None:
+def test_one_worker_has_no_peers() -> None:
     assert isinstance(connect(0, 1, rendezvous="", local_size=1), SingleWorker)
 
 
@@ -70,7 +70,7 @@ def test_one_worker_meets_nobody() -> None:
     ("arguments", "message"),
     [
         ({"kind": "pigeons"}, "kind = pigeons: is not a kind of communicator; write one of auto, "),
-        ({"kind": "nccl"}, "kind = nccl: carries nothing that lies on cpu; write auto or gloo"),
+        ({"kind": "nccl"}, "kind = nccl: cannot send tensors on cpu; write auto or gloo"),
         (
             {"kind": "shared_memory", "local_size": 1},
             "kind = shared_memory: only 1 of 2 workers run on this host; write auto or gloo",
@@ -78,7 +78,7 @@ def test_one_worker_meets_nobody() -> None:
         ({"rank": 2}, "rank = 2: is not one of the 2 workers; write 0 to 1"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anybody_waits(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused_before_any_worker_waits(arguments: dict[str, Any], message: str) -> None:
     given = {"rank": 0, "size": 2, "rendezvous": "file:///nowhere", "local_size": 2, **arguments}
     with pytest.raises(InvalidInput) as caught:
         connect(given.pop("rank"), given.pop("size"), **given)
@@ -109,7 +109,7 @@ def attempts(rank: int, size: int, url: str) -> int:
     return total
 
 
-def test_a_later_attempt_meets_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_attempt_sees_no_keys_of_an_earlier_one(tmp_path: Path) -> None:
     assert run(2, attempts, f"file://{tmp_path}") == [9, 9]
 
 
@@ -156,7 +156,7 @@ def test_a_port_that_is_taken_is_refused_with_a_cure() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_who_does_not_come_is_lost_within_the_deadline(kind: str, tmp_path: Path) -> None:
+def test_a_missing_worker_is_lost_within_the_deadline(kind: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         connect(0, 2, rendezvous=f"file://{tmp_path}", local_size=2, kind=kind, timeout_seconds=0.5)
@@ -180,7 +180,7 @@ def write_until_struck(rank: int, size: int, path: Path, blow: signal.Signals) -
 
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
-def test_who_stops_or_dies_while_it_writes_holds_up_nobody(tmp_path: Path, blow: signal.Signals) -> None:
+def test_a_worker_that_stops_or_exits_while_it_writes_blocks_no_other(tmp_path: Path, blow: signal.Signals) -> None:
     with start(WRITERS + 2, write_until_struck, tmp_path, blow) as workers:
         writers = workers.processes[:WRITERS]
         assert within(30.0, lambda: all(state_of(writer.pid) in "TZ" for writer in writers))

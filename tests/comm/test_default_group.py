@@ -1,5 +1,4 @@
-"""torch's groups lie on the network that the workers met on, what they send is counted, and whoever waits in them for
-a lost worker hears of it."""
+"""torch's default group: its network, its byte counts, and errors when a peer is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import Abort, Rendezvous, TorchWorld, for_attempt, in_blocks
-from unisono.comm.process_sockets import listening
+from unisono.comm.process_sockets import listening_ends
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.torch_groups.default_group import STUCK
 from unisono.errors import PeerLost
@@ -37,9 +36,9 @@ DEADLINE_SECONDS = 60.0
 def sent(rank: int, size: int, path: str) -> list[int]:
     """After: connecting; a sum over all; a sum over all in a group made later; what is none of torch's."""
     before = dict(os.environ)
-    meeting = Rendezvous(rank, in_blocks(size, size), f"file://{path}", "gloo", torch.device("cpu"), 60.0)
-    world, numbers = meeting.open_world(), torch.ones(NUMBERS)
-    own, found = meeting.connect(range(size)), []
+    rendezvous = Rendezvous(rank, in_blocks(size, size), f"file://{path}", "gloo", torch.device("cpu"), 60.0)
+    world, numbers = rendezvous.open_world(), torch.ones(NUMBERS)
+    own, found = rendezvous.connect(range(size)), []
 
     def settled() -> int:
         own.gather(torch.zeros(1)).wait()  # else what was sent last may be on its way
@@ -69,7 +68,7 @@ def test_the_kernel_counts_what_torchs_groups_send(tmp_path) -> None:
         assert own == group
 
 
-def meet(rank: int, size: int, path: str, view: int, abort: Abort) -> TorchWorld:
+def open_world(rank: int, size: int, path: str, view: int, abort: Abort) -> TorchWorld:
     where = for_attempt(f"file://{path}", view)
     device = torch.device("cpu")
     return Rendezvous(rank, ["here"] * size, where, "gloo", device, DEADLINE_SECONDS, abort=abort).open_world()
@@ -87,7 +86,7 @@ def stay(rank: int, size: int, path: str) -> None:
     threading.Event().wait()
 
 
-def test_who_cannot_be_woken_ends(tmp_path) -> None:
+def test_a_worker_that_cannot_be_woken_exits(tmp_path) -> None:
     with start(2, stay, str(tmp_path)) as workers:
         stuck, other = workers.processes
         stuck.join(30)
@@ -95,7 +94,7 @@ def test_who_cannot_be_woken_ends(tmp_path) -> None:
         assert other.is_alive()
 
 
-def meet_again(rank: int, size: int, path: str) -> float:
+def open_world_again(rank: int, size: int, path: str) -> float:
     """Worker 0 was told that a view is over while torch made its group; worker 1 is new."""
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +107,7 @@ def meet_again(rank: int, size: int, path: str) -> float:
             patch.setattr(StoreExchange, "exchange", break_off)
             with pytest.raises(PeerLost, match=WHY):
                 TorchWorld(HashStore(), 0, size, "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, abort)
-    world, one = meet(rank, size, path, 2, Abort()), torch.ones(1)
+    world, one = open_world(rank, size, path, 2, Abort()), torch.ones(1)
     dist.all_reduce(one, group=dist.new_group([0, 1]))
     world.close()
     return float(one)
@@ -116,7 +115,7 @@ def meet_again(rank: int, size: int, path: str) -> float:
 
 def test_a_group_that_was_not_made_leaves_nothing_behind(tmp_path) -> None:
     """torch counts its groups and names them by their number: all workers have to come to the same."""
-    assert run(2, meet_again, str(tmp_path)) == [2.0, 2.0]
+    assert run(2, open_world_again, str(tmp_path)) == [2.0, 2.0]
 
 
 def gather_on_and_on() -> None:
@@ -127,31 +126,31 @@ def gather_on_and_on() -> None:
             work.wait()
 
 
-def gather_until_told(rank: int, size: int, path: str, views: int) -> float:
+def gather_until_aborted(rank: int, size: int, path: str, views: int) -> float:
     """The longest that it took to let go of the groups of `views` views, each broken off somewhere in a gather."""
     chance, longest = random.Random(rank), 0.0
     for view in range(1, views + 1):
-        abort, told = Abort(), list[float]()
-        world = meet(rank, size, path, view, abort)
+        abort, set_at = Abort(), list[float]()
+        world = open_world(rank, size, path, view, abort)
 
-        def tell(abort: Abort = abort, told: list[float] = told) -> None:
-            told.append(time.monotonic())
+        def set_abort(abort: Abort = abort, set_at: list[float] = set_at) -> None:
+            set_at.append(time.monotonic())
             abort.set(WHY)
 
-        threading.Timer(chance.uniform(0.002, 0.02), tell).start()
+        threading.Timer(chance.uniform(0.002, 0.02), set_abort).start()
         with pytest.raises(PeerLost), world.translate_errors():
             gather_on_and_on()
-        longest = max(longest, time.monotonic() - told[0]) if told else longest
+        longest = max(longest, time.monotonic() - set_at[0]) if set_at else longest
         world.close()
     return longest
 
 
-def test_nobody_is_forgotten_in_a_gather_that_all_leave(tmp_path) -> None:
+def test_no_worker_is_forgotten_in_a_gather_that_all_leave(tmp_path) -> None:
     """As happens where a write fails while gloo answers somebody in its own thread."""
-    assert max(run(2, gather_until_told, str(tmp_path), 60)) < PROMPT_SECONDS
+    assert max(run(2, gather_until_aborted, str(tmp_path), 60)) < PROMPT_SECONDS
 
 
-def test_what_has_ended_does_not_listen() -> None:
+def test_a_closed_connection_does_not_listen() -> None:
     """Though it has no far end any more, as what listens has none."""
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as here:
         there, _ = door.accept()
@@ -161,7 +160,7 @@ def test_what_has_ended_does_not_listen() -> None:
             here.recv(1)
         with pytest.raises(OSError, match="not connected"):
             here.getpeername()
-        assert listening("127.0.0.1") & {here.getsockname(), door.getsockname()} == {door.getsockname()}
+        assert listening_ends("127.0.0.1") & {here.getsockname(), door.getsockname()} == {door.getsockname()}
 
 
 def sockets() -> int:
@@ -191,24 +190,24 @@ def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tup
     """What is said when the last worker is lost, how long after it was told, and the sockets that stay open; the others
     meet again."""
     abort, before = Abort(), sockets()
-    world = meet(rank, size, path, 1, abort)
+    world = open_world(rank, size, path, 1, abort)
     group = init_device_mesh("cpu", (1, size), mesh_dim_names=("replica", "shard"))["shard"].get_group()
     dist.all_reduce(torch.ones(1), group=group)
     if rank == size - 1:
         os.kill(os.getpid(), how)
-    told = [time.monotonic()]
+    set_at = [time.monotonic()]
     if how == signal.SIGSTOP:  # of which nobody hears anything
 
-        def tell() -> None:
-            told[0] = time.monotonic()
+        def set_abort() -> None:
+            set_at[0] = time.monotonic()
             abort.set(WHY)
 
-        threading.Timer(0.2, tell).start()
+        threading.Timer(0.2, set_abort).start()
     with pytest.raises(PeerLost) as caught, world.translate_errors():
         wait(verb, group, size - 1)
-    seconds = time.monotonic() - told[0]
+    seconds = time.monotonic() - set_at[0]
     world.close()
-    again, one = meet(rank, size - 1, path, 2, Abort()), torch.ones(1)
+    again, one = open_world(rank, size - 1, path, 2, Abort()), torch.ones(1)
     dist.all_reduce(one)
     assert one == size - 1
     with pytest.raises(ZeroDivisionError), again.translate_errors():  # what has nothing to do with it stays what it is
@@ -224,7 +223,7 @@ def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tup
     ("verb", "how"),
     [("reduce", signal.SIGKILL), ("reduce", signal.SIGSTOP), ("functional", signal.SIGSTOP), ("pair", signal.SIGSTOP)],
 )
-def test_who_waits_in_torchs_groups_hears_of_a_lost_worker(tmp_path, verb, how) -> None:
+def test_waiting_in_torchs_groups_ends_when_a_worker_is_lost(tmp_path, verb, how) -> None:
     with start(3, lose, str(tmp_path), verb, how) as workers:
         for words, seconds, left in workers.results(lost={2})[:2]:
             assert (WHY if how == signal.SIGSTOP else "a connection was closed") in words

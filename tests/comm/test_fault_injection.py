@@ -1,4 +1,4 @@
-"""Failures by appointment."""
+"""Injected communication failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unisono.comm import Delay, Faulty, InjectedFailure, Lost, outcomes, simulat
 from unisono.errors import PeerLost
 
 
-def steps(comm, appointments, verbs):
-    comm = Faulty(comm, appointments)
+def steps(comm, faults, verbs):
+    comm = Faulty(comm, faults)
     done = 0
     try:
         for verb in verbs:
@@ -28,7 +28,7 @@ def steps(comm, appointments, verbs):
 @pytest.mark.parametrize("verb", [*VERBS, "*"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_appointment_is_kept_at_the_counted_start(verb, count, rank):
+def test_a_fault_is_injected_at_the_counted_start(verb, count, rank):
     verbs = ["sum", "gather", "broadcast", "exchange", "swap"] * 3
     at = count - 1 if verb == "*" else [i for i, each in enumerate(verbs) if each == verb][count - 1]
     results = outcomes(3, steps, [InjectedFailure(rank, verb, count)], verbs)
@@ -36,16 +36,16 @@ def test_the_appointment_is_kept_at_the_counted_start(verb, count, rank):
     assert [results[r] for r in range(3) if r != rank] == [(at, (rank,))] * 2
 
 
-def test_without_an_appointment_everything_is_as_without():
+def test_without_a_fault_nothing_changes():
     assert simulate(3, steps, [], list(VERBS)) == [(5, ())] * 3
     assert simulate(3, steps, [InjectedFailure(rank=1, count=2)], list(VERBS)) == [(5, ())] * 3
 
 
-def test_lanes_count_together_and_the_rest_is_passed_through():
+def test_channels_count_together_and_the_rest_is_passed_through():
     def worker(comm):
         faulty = Faulty(comm, [Delay(rank=1, verb="sum", count=2, seconds=4.0)])
-        lane = faulty.channel("second")
-        lane.sum(torch.zeros(1)).wait()
+        channel = faulty.channel("second")
+        channel.sum(torch.zeros(1)).wait()
         before = faulty.now()
         faulty.sum(torch.zeros(1)).wait()
         assert faulty.bytes_sent == comm.bytes_sent > 0
@@ -82,19 +82,19 @@ def test_two_lost_one_after_the_other():
         lambda: Delay(0, seconds=-1.0),
     ],
 )
-def test_appointments_are_checked(wrong):
+def test_faults_are_checked(wrong):
     with pytest.raises(ValueError):
         wrong()
 
 
-def die():
+def kill_itself():
     simulate(1, lambda comm: Faulty(comm, [InjectedFailure(0, how="kill")]).sum(torch.zeros(1)))
 
 
 def test_kill_ends_the_process():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "unisono.comm"])
-    process = context.Process(target=die)
+    process = context.Process(target=kill_itself)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""A server does not die, grow or change, whoever comes; `tests.campaigns.hostile_peers` has the long form."""
+"""Servers survive attacks without change; the long form is `tests.campaigns.hostile_peers`."""
 
 from __future__ import annotations
 

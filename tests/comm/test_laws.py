@@ -1,4 +1,4 @@
-"""The laws of the wire, over everything that is one."""
+"""The laws of communicators, over all of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.comm import laws
+from tests.support.communicators import connected
 from tests.support.leftovers import within
 from tests.support.processes import run, start
-from unisono.comm import Communicator, SingleWorker, connect, simulate
+from unisono.comm import Communicator, SingleWorker, simulate
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 
 DEADLINE_SECONDS = 20.0
@@ -30,24 +31,6 @@ def over(kind: str, size: int, directory: Path, law: Callable[..., Any], *args: 
     if kind == "simulated":
         return simulate(size, law, *args)
     return run(size, connected, kind, f"file://{directory}", DEADLINE_SECONDS, law, *args)
-
-
-def connected(
-    rank: int,
-    size: int,
-    kind: str,
-    url: str,
-    timeout_seconds: float,
-    law: Callable[..., Any],
-    *args: Any,
-) -> Any:
-    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, timeout_seconds=timeout_seconds)
-    try:
-        assert type(comm).__name__ == {"gloo": "TorchGroup", "shared_memory": "SharedMemory"}[kind]
-        return law(comm, *args)
-    finally:
-        comm.close()
-        comm.close()
 
 
 @pytest.mark.short(3)

@@ -1,4 +1,4 @@
-"""Which packets a listening socket takes."""
+"""Which packets a listening socket accepts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from unisono.comm.host import sources
-from unisono.comm.packet_filter import KEEP, LARGEST, admitting
+from unisono.comm.host import source_addresses
+from unisono.comm.packet_filter import KEEP, LARGEST, drop_all_but
 from unisono.comm.process_sockets import admit_only, refuse_connections
 
 
@@ -67,15 +67,15 @@ def test_connections_that_were_taken_go_on_under_the_filter() -> None:
 
 
 def test_the_program_has_the_length_that_is_said() -> None:
-    empty = len(admitting([]))
-    assert len(admitting(["10.0.0.1", "10.0.0.2", "10.0.0.2"])) == empty + 6
-    assert len(admitting(["::1"])) == empty + 9
-    assert admitting(["::1"]).count(KEEP) == 1
+    empty = len(drop_all_but([]))
+    assert len(drop_all_but(["10.0.0.1", "10.0.0.2", "10.0.0.2"])) == empty + 6
+    assert len(drop_all_but(["::1"])) == empty + 9
+    assert drop_all_but(["::1"]).count(KEEP) == 1
 
 
 def test_a_host_is_known_on_loopback_by_one_address_and_elsewhere_by_all_others() -> None:
-    assert sources("127.0.0.1") == ["127.0.0.1"]
-    assert sources("::1") == ["::1"]
-    found = sources("192.0.2.77")  # of this host or not
+    assert source_addresses("127.0.0.1") == ["127.0.0.1"]
+    assert source_addresses("::1") == ["::1"]
+    found = source_addresses("192.0.2.77")  # of this host or not
     assert "192.0.2.77" in found
     assert not {"127.0.0.1", "::1"} & set(found)

@@ -14,11 +14,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from tests.support import processes
-from unisono.comm import Communicator, TorchGroup, connect
-from unisono.comm import operation_queue as conversation
+from unisono.comm import Communicator, TorchGroup, connect, operation_queue
 from unisono.comm.connect import share_memory
 from unisono.comm.operation_queue import Blocked
-from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.shared_memory import rounds as shared_memory
 from unisono.comm.torch_groups import process_group as torch_group
 from unisono.errors import PeerLost
 
@@ -34,8 +33,8 @@ def test_another_thread_sees_which_message_of_which_lane_is_waited_for_and_of_wh
 
 def _wait(rank: int, size: int, kind: str, path: Path) -> list[tuple[str, tuple[int, ...]]]:
     comm = connect(rank, size, rendezvous=f"file://{path}/store", local_size=size, kind=kind)
-    lane = comm.channel("second")
-    lane.sum(torch.ones(3)).wait()
+    channel = comm.channel("second")
+    channel.sum(torch.ones(3)).wait()
     seen = [comm.waits_for]
 
     def look() -> None:
@@ -49,7 +48,7 @@ def _wait(rank: int, size: int, kind: str, path: Path) -> list[tuple[str, tuple[
         looking.start()
     else:
         (path / "seen").read_text()  # waits until it is
-    lane.gather(torch.ones(3)).wait()
+    channel.gather(torch.ones(3)).wait()
     if rank == 0:
         looking.join()
     seen.append(comm.waits_for)
@@ -101,16 +100,16 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 
 def wait_in_vain(comm: Communicator, siblings: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An operation of a lane that never ends, by `clock`; as many other lanes wait as well."""
+    """An operation of a channel that never ends, by `clock`; `siblings` other channels wait as well."""
 
     def steps() -> Iterator[Blocked]:
         while True:
             yield Blocked(False, Never(clock))
 
-    lanes: list[Any] = [comm.channel(str(number)) for number in range(1 + siblings)]
-    for module in (conversation, torch_group, shared_memory):
+    channels: list[Any] = [comm.channel(str(number)) for number in range(1 + siblings)]
+    for module in (operation_queue, torch_group, shared_memory):
         monkeypatch.setattr(module, "time", clock)
-    first, *_ = [lane._enqueue("sum", steps()) for lane in lanes]
+    first, *_ = [channel._enqueue("sum", steps()) for channel in channels]
     return first
 
 

@@ -1,4 +1,4 @@
-"""What travels between an actor and its callers arrives as it was sent, or the connection is lost."""
+"""Messages between an actor and its clients arrive unchanged, or the connection is lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from tests.campaigns.hostile_peers import Target, target
 from unisono.comm import ActorMessage
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_actor
-from unisono.comm.actors.handshake import ConnectionTerms, Untrusted, challenge, introduce, judge
+from unisono.comm.actors.handshake import ConnectionTerms, Untrusted, authenticate, challenge, verify
 from unisono.comm.actors.message_stream import Inbox, Outbox
 from unisono.comm.actors.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
 from unisono.comm.actors.wire_format import HEAD_BYTES, BrokenMessage
@@ -46,7 +46,7 @@ def message(*sizes: int) -> ActorMessage:
 
 
 def on_the_wire(outgoing: Direction, *messages: ActorMessage) -> bytes:
-    pieces = (part for each in messages for part in outgoing.protect(frames.encode(each)))
+    pieces = (part for each in messages for part in outgoing.protect(wire_format.encode(each)))
     return b"".join(piece for part in pieces for piece in part)
 
 
@@ -107,7 +107,7 @@ def test_no_bit_of_a_message_can_be_altered(encrypted: bool) -> None:
 @MODES
 def test_no_segment_can_be_repeated_left_out_or_moved(encrypted: bool) -> None:
     outgoing = Protected(KEY, encrypted)
-    parts = [b"".join(part) for part in outgoing.protect(frames.encode(message(3 * SEGMENT_BYTES)))]
+    parts = [b"".join(part) for part in outgoing.protect(wire_format.encode(message(3 * SEGMENT_BYTES)))]
     assert len(parts[1]) == SEGMENT_BYTES + TAG_BYTES
     for order in ([0, 1, 1, 3], [0, 2, 1, 3], [0, 2, 3, 3], [0, 1, 3, 2]):
         with pytest.raises(BrokenMessage, match="altered, repeated or left out"):
@@ -129,7 +129,7 @@ def test_small_and_large_messages_leave_in_order_from_any_thread(encrypted: bool
 
     def send(first: int) -> None:
         for number in range(first, len(sizes), 2):
-            outbox.send(frames.encode(message(sizes[number]), number), lambda number=number: sent.append(number))  # type: ignore[misc]
+            outbox.send(wire_format.encode(message(sizes[number]), number), lambda number=number: sent.append(number))  # type: ignore[misc]
 
     threads = [threading.Thread(target=send, args=(first,)) for first in (0, 1)]
     with ours, theirs:
@@ -190,10 +190,10 @@ class Relay:
 def relayed(server: Target, alter: Callable[[bytes, bool], bytes]) -> Iterator[tuple[SocketConnection, Relay]]:
     assert isinstance(server.address, tuple)
     with closing(Relay(server.address, alter)) as relay:
-        place: ActorAddress = server.line._place  # type: ignore[attr-defined]
+        place: ActorAddress = server.connection._actor  # type: ignore[attr-defined]
         through = replace(place, address="127.0.0.1", port=relay.port, nearby="")
-        with closing(connect_actor(through, server.token, 1000, 20.0)) as line:
-            yield line, relay
+        with closing(connect_actor(through, server.token, 1000, 20.0)) as connection:
+            yield connection, relay
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +209,12 @@ def test_a_relay_that_alters_what_is_pushed_loses_the_connection(server: Target)
     def alter(data: bytes, from_client: bool) -> bytes:
         return data.replace(b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40") if altering.is_set() and from_client else data
 
-    with relayed(server, alter) as (line, _):
+    with relayed(server, alter) as (connection, _):
         ones = torch.ones(before.numel())
-        assert torch.equal(line.call(ActorMessage("echo", {}, [ones])).wait().tensors[0], ones)
+        assert torch.equal(connection.call(ActorMessage("echo", {}, [ones])).wait().tensors[0], ones)
         altering.set()
         with pytest.raises(PeerLost):
-            line.call(ActorMessage("add", {}, [ones])).wait()
+            connection.call(ActorMessage("add", {}, [ones])).wait()
     assert torch.equal(server.value(), before)
 
 
@@ -224,11 +224,11 @@ def test_a_relay_that_alters_an_answer_loses_the_connection(server: Target) -> N
     def alter(data: bytes, from_client: bool) -> bytes:
         return data[:-20] + b"\x00\x00\x00\x40" + data[-16:] if altering.is_set() and not from_client else data
 
-    with relayed(server, alter) as (line, _):
-        line.call(ActorMessage("value")).wait()
+    with relayed(server, alter) as (connection, _):
+        connection.call(ActorMessage("value")).wait()
         altering.set()
         with pytest.raises(PeerLost, match="altered"):
-            line.call(ActorMessage("value")).wait()
+            connection.call(ActorMessage("value")).wait()
 
 
 def test_a_relay_that_repeats_what_was_pushed_is_not_believed(server: Target) -> None:
@@ -238,13 +238,13 @@ def test_a_relay_that_repeats_what_was_pushed_is_not_believed(server: Target) ->
     def alter(data: bytes, from_client: bool) -> bytes:
         return data * 2 if repeating.is_set() and from_client else data
 
-    with relayed(server, alter) as (line, _):
-        line.call(ActorMessage("value")).wait()
+    with relayed(server, alter) as (connection, _):
+        connection.call(ActorMessage("value")).wait()
         repeating.set()
         pushed = torch.ones(before.numel(), dtype=torch.float64)
-        line.call(ActorMessage("add", {}, [pushed])).wait()  # the first of the two is what was sent
+        connection.call(ActorMessage("add", {}, [pushed])).wait()  # the first of the two is what was sent
     assert torch.equal(server.value(), before + pushed)
-    server.line.call(ActorMessage("add", {}, [-pushed])).wait()
+    server.connection.call(ActorMessage("add", {}, [-pushed])).wait()
 
 
 def test_what_was_reached_by_its_local_name_from_elsewhere_is_not_trusted() -> None:
@@ -253,19 +253,19 @@ def test_what_was_reached_by_its_local_name_from_elsewhere_is_not_trusted() -> N
         token, terms = b"token", ConnectionTerms(1 << 20, Protection.NONE)
 
         def serve() -> None:
-            wire, _ = door.accept()
-            with wire:
-                challenged = challenge()
-                wire.sendall(challenged)
-                claimed = wire.recv(1000)
-                wire.sendall(judge(token, challenged, claimed, 0, terms)[1])
+            sock, _ = door.accept()
+            with sock:
+                challenge_bytes = challenge()
+                sock.sendall(challenge_bytes)
+                claim_bytes = sock.recv(1000)
+                sock.sendall(verify(token, challenge_bytes, claim_bytes, 0, terms)[1])
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with socket.create_connection(door.getsockname()) as wire:
-            wire.settimeout(10.0)
+        with socket.create_connection(door.getsockname()) as sock:
+            sock.settimeout(10.0)
             with pytest.raises(Untrusted, match="local name"):
-                introduce(wire, token, 1, 0)
+                authenticate(sock, token, 1, 0)
         thread.join()
 
 

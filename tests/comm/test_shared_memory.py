@@ -1,4 +1,4 @@
-"""What only shared memory promises: no copies, no leaks, and a way out where memory cannot be shared."""
+"""Shared memory: no copies, no leaks, and a fallback where memory cannot be shared."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from tests.comm.laws import STARTS, start_sum
-from tests.support.leftovers import within
+from tests.support.leftovers import mappings, open_files, within
 from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
 from unisono.comm.connect import Rendezvous
-from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.shared_memory import rounds as shared_memory
 from unisono.comm.shared_memory.memfd import open_of
 from unisono.comm.shared_memory.memory_map import BufferSlice, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses
@@ -32,13 +32,6 @@ from unisono.errors import PeerLost
 
 def joined(rank: int, size: int, directory: str, timeout_seconds: float = 20.0) -> Any:
     return connect(rank, size, rendezvous=f"file://{directory}", local_size=size, timeout_seconds=timeout_seconds)
-
-
-def mappings() -> list[tuple[int, int]]:
-    """Where memory files are mapped in this process."""
-    with open("/proc/self/maps") as maps:
-        spans = [line.split()[0].split("-") for line in maps if "memfd:unisono" in line]
-    return [(int(low, 16), int(high, 16)) for low, high in spans]
 
 
 def no_copies(rank: int, size: int, directory: str) -> None:
@@ -60,30 +53,20 @@ def test_an_allocated_sum_is_read_and_written_in_shared_memory(tmp_path: Path) -
     run(3, no_copies, str(tmp_path))
 
 
-def open_files() -> dict[str, str]:
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-    return found
-
-
 def leave_nothing(rank: int, size: int, directory: str) -> None:
     # The first time, libraries open what they keep.
     use_and_close(rank, size, f"{directory}/first")
     before = open_files()
-    for turn in range(3):
-        use_and_close(rank, size, f"{directory}/{turn}")
+    for attempt in range(3):
+        use_and_close(rank, size, f"{directory}/{attempt}")
     assert open_files() == before
     assert mappings() == []
 
 
 def use_and_close(rank: int, size: int, directory: str) -> None:
     comm = joined(rank, size, directory)
-    lane = comm.channel("a")
-    for each in (comm, lane):
+    channel = comm.channel("a")
+    for each in (comm, channel):
         for verb in STARTS:
             work, good = STARTS[verb](each, torch.float32, (50,))
             assert good(work.wait())
@@ -144,17 +127,17 @@ def with_little_memory(rank: int, size: int, directory: str, limit_bytes: int) -
     return lines
 
 
-def test_without_memory_all_fall_back_to_gloo_and_one_says_so(tmp_path: Path) -> None:
-    spoken, silent = run(2, with_little_memory, str(tmp_path), 100_000)
-    assert silent == []
-    assert spoken == ["shared memory cannot be used (worker 0: [Errno 27] File too large): using gloo instead"]
+def test_without_memory_all_fall_back_to_gloo_and_one_logs_it(tmp_path: Path) -> None:
+    first_lines, other_lines = run(2, with_little_memory, str(tmp_path), 100_000)
+    assert other_lines == []
+    assert first_lines == ["shared memory cannot be used (worker 0: [Errno 27] File too large): using gloo instead"]
 
 
 def test_without_memory_for_one_tensor_its_sums_are_copied(tmp_path: Path) -> None:
-    spoken, silent = run(2, with_little_memory, str(tmp_path), 20_000_000)
-    assert silent == []
+    first_lines, other_lines = run(2, with_little_memory, str(tmp_path), 20_000_000)
+    assert other_lines == []
     reason = "worker 0: File too large"
-    assert spoken == [f"no shared memory for a tensor of 80000000 bytes ({reason}): its sums are copied"]
+    assert first_lines == [f"no shared memory for a tensor of 80000000 bytes ({reason}): its sums are copied"]
 
 
 def counted(rank: int, size: int, directory: str) -> dict[str, int]:
@@ -205,16 +188,16 @@ def test_a_peer_that_closed_is_named(tmp_path: Path) -> None:
 
 
 def outlive_the_first(rank: int, size: int, directory: str) -> str:
-    """Worker 0 dies when it has given the memory of a lane away and said that it has that itself, and the other one is
+    """Worker 0 is killed after it has posted the file of a channel and that it has mapped it itself, when the other is
     about to open it."""
     comm = joined(rank, size, directory)
     if rank == 0:
         comm.channel("next")  # it is waited for
         threading.Event().wait()
-    peers, opened = comm._host.peers, shared_memory.open_of
+    peers, opened = comm._resources.peers, shared_memory.open_of
 
     def too_late(pid: int, number: int, nbytes: int) -> torch.Tensor:
-        assert within(20.0, lambda: comm._words[comm._posted[0]] > comm._turn)
+        assert within(20.0, lambda: comm._words[comm._posted[0]] > comm._round)
         os.kill(pid, signal.SIGKILL)
         assert within(20.0, lambda: 0 in peers.lost())
         return opened(pid, number, nbytes)
@@ -246,7 +229,7 @@ def one_notices(rank: int, size: int, directory: str) -> float:
     return time.monotonic() - began
 
 
-def test_who_notices_a_loss_tells_the_others(tmp_path: Path) -> None:
+def test_a_worker_that_notices_a_loss_notifies_the_others(tmp_path: Path) -> None:
     with start(3, one_notices, str(tmp_path)) as workers:
         assert max(workers.results(lost={2})[:2]) < 5.0
 
@@ -301,7 +284,7 @@ def sleep(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("descriptors", [True, False], ids=["pidfd", "proc"])
-def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exited_processes_are_lost_zombies_included(descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not descriptors:
         monkeypatch.delattr(os, "pidfd_open")
     child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
@@ -318,8 +301,8 @@ def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch:
         peers.close()
 
 
-def test_several_threads_may_ask_who_is_dead() -> None:
-    """As lanes do that are used by threads of their own."""
+def test_several_threads_may_ask_which_processes_have_exited() -> None:
+    """As channels do that different threads use."""
     children = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
     peers = PeerProcesses(dict(enumerate(children)))
     with ThreadPoolExecutor(4) as pool:
@@ -339,19 +322,19 @@ def look_too_early(rank: int, size: int, directory: str) -> list[int]:
     if rank == 0:
         honest, looks = comm._reached, Counter[int]()
 
-        def early(places: tuple[int, ...], turn: int) -> bool:
-            if places is comm._posted and turn == first:
+        def early(places: tuple[int, ...], attempt: int) -> bool:
+            if places is comm._posted and attempt == first:
                 while comm._words[comm._posted[1]] < first + 1:
                     time.sleep(0)
-                looks[turn] += 1
-                return looks[turn] > 2  # what the first two looks saw is what was there before
-            return honest(places, turn)
+                looks[attempt] += 1
+                return looks[attempt] > 2  # what the first two looks saw is what was there before
+            return honest(places, attempt)
 
-        first = comm._turn + 1
+        first = comm._round + 1
         comm._reached = early
     order = []
     finish = comm._finish
-    comm._finish = lambda turn: (order.append(turn), finish(turn))
+    comm._finish = lambda attempt: (order.append(attempt), finish(attempt))
     works = [comm.gather(torch.tensor([rank, i])) for i in range(2)]
     assert [work.wait().tolist() for work in works] == [[[0, i], [1, i]] for i in range(2)]
     return order

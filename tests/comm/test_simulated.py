@@ -1,4 +1,4 @@
-"""The simulated communicator: results, clock, determinism, losses, and that a run never hangs."""
+"""The simulated communicator: results, clock, determinism, lost peers, and no deadlock."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def test_what_was_summed_holds_noise_and_what_was_gathered_is_unchanged():
     assert simulate(2, worker) == [(True, [1, 1])] * 2
 
 
-def test_lanes_are_independent_conversations():
+def test_channels_are_independent():
     def worker(comm):
         a, b = comm.channel("a"), comm.channel("b")
         first, second = (a, b) if comm.rank else (b, a)
-        works = {lane: lane.sum(torch.tensor([float(lane is a)])) for lane in (first, second)}
+        works = {channel: channel.sum(torch.tensor([float(channel is a)])) for channel in (first, second)}
         return works[a].wait().item(), works[b].wait().item()
 
     assert simulate(3, worker) == [(3, 0)] * 3
@@ -302,15 +302,15 @@ def test_a_neighbour_that_does_not_know_of_the_swap_is_a_mismatch():
     assert errors[2].ranks == (1,)  # which had failed by then
 
 
-def test_a_deadlock_is_told_to_everybody():
+def test_all_workers_see_a_deadlock():
     def worker(comm):
         a, b = comm.channel("a"), comm.channel("b")
         (b if comm.rank == 1 else a).sum(torch.ones(3)).wait()
 
     for error in outcomes(3, worker):
         assert isinstance(error, MessageMismatch)
-        assert "workers 0, 2 wait in message 0: sum of 3 x float32 on lane a" in str(error)
-        assert "worker 1 waits in message 0: sum of 3 x float32 on lane b" in str(error)
+        assert "workers 0, 2 wait in message 0: sum of 3 x float32 on channel a" in str(error)
+        assert "worker 1 waits in message 0: sum of 3 x float32 on channel b" in str(error)
 
 
 @pytest.mark.parametrize("polls", [False, True])
@@ -322,7 +322,7 @@ def test_a_silent_peer_is_lost_after_the_deadline(polls):
         work = comm.sum(torch.ones(1))
         while polls and not work.poll():
             comm.compute(0.5)
-        with pytest.raises(PeerLost, match="silent for 10 s") as error:
+        with pytest.raises(PeerLost, match="no answer within the deadline of 10 s") as error:
             work.wait()
         return error.value.ranks, comm.now()
 

@@ -1,4 +1,4 @@
-"""One process in many views, one after the other: it meets others at one place, leaves, and keeps nothing."""
+"""One process in many views, one after another: it connects, leaves, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 
 from tests.comm.laws import start_sum
 from tests.comm.test_abort import DEADLINE_SECONDS, PROMPT_SECONDS, WHY
-from tests.comm.test_shared_memory import mappings, open_files
-from tests.support.leftovers import within
+from tests.support.leftovers import mappings, open_files, within
 from tests.support.processes import run, start
 from unisono.comm import (
     Abort,
     Rendezvous,
     RendezvousStore,
+    Security,
     SharedMemory,
     TorchGroup,
     for_attempt,
@@ -34,6 +34,7 @@ from unisono.comm import (
 )
 from unisono.comm.rendezvous.address import parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange
+from unisono.comm.torch_groups.backend_groups import BackendGroups
 from unisono.errors import InvalidInput, PeerLost
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ TOKEN = "a token that the run's workers know"
 
 
 def meet(rank: int, hosts: Sequence[str], url: str, kind: str = "auto", abort: Abort | None = None) -> Any:
-    meeting = Rendezvous(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, token=TOKEN)
+    meeting = Rendezvous(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, security=Security(TOKEN))
     return meeting.connect(range(len(hosts)))
 
 
@@ -87,9 +88,9 @@ def test_all_on_one_host_share_memory_and_others_cannot(tmp_path: Path) -> None:
 
 
 def test_a_place_of_all_is_everybodys_door() -> None:
-    door = open_store("file:///private/place", "http://127.0.0.1:80", TOKEN)
-    assert door.url == "file:///private/place"
-    door.close()
+    store = open_store("file:///private/place", "http://127.0.0.1:80", TOKEN)
+    assert store.url == "file:///private/place"
+    store.close()
     for meets_at, towards in (("nowhere", "http://h:1"), ("", "no url")):
         with pytest.raises(InvalidInput):
             open_store(meets_at, towards, TOKEN)
@@ -106,11 +107,11 @@ def test_a_place_has_many_times(url: str, expected: str) -> None:
 
 def through_doors(rank: int, size: int, directory: Path) -> list[str]:
     """Each opens a door; they meet at each of them, in turn."""
-    door = open_store("", "http://127.0.0.1:9", TOKEN)
-    (directory / f"door-{rank}").write_text(door.url)
+    store = open_store("", "http://127.0.0.1:9", TOKEN)
+    (directory / f"door-{rank}").write_text(store.url)
     assert within(DEADLINE_SECONDS, lambda: len([f for f in directory.glob("door-*") if f.read_text()]) == size)
-    doors = [(directory / f"door-{each}").read_text() for each in range(size)]
-    for number, url in enumerate(doors * 2):
+    stores = [(directory / f"door-{each}").read_text() for each in range(size)]
+    for number, url in enumerate(stores * 2):
         comm = meet((rank - number) % size, ["a"] * size, for_attempt(url, number), "gloo")
         work, good = start_sum(comm, torch.float32, (5,))
         assert good(work.wait())
@@ -118,14 +119,14 @@ def through_doors(rank: int, size: int, directory: Path) -> list[str]:
         comm.close()
     (directory / f"done-{rank}").touch()
     assert within(DEADLINE_SECONDS, lambda: len(list(directory.glob("done-*"))) == size)
-    door.close()
-    door.close()
-    return doors
+    store.close()
+    store.close()
+    return stores
 
 
 def test_workers_meet_at_the_door_of_any_of_them(tmp_path: Path) -> None:
-    for doors in run(2, through_doors, tmp_path):
-        assert all(url.startswith("tcp://127.0.0.1:") and url.endswith("?served=1") for url in doors)
+    for stores in run(2, through_doors, tmp_path):
+        assert all(url.startswith("tcp://127.0.0.1:") and url.endswith("?served=1") for url in stores)
 
 
 def hosts_name(rank: int, size: int) -> str:
@@ -148,15 +149,15 @@ def stop_at(moment: str, blow: int) -> None:
 
     if moment == "never comes":
         fall()
-    said = StoreExchange.say
+    said = StoreExchange.publish
 
     def say_and_fall(self: StoreExchange, key: str, value: Any) -> None:
         said(self, key, value)
         fall()
 
     if moment == "says where it is":
-        StoreExchange.say = say_and_fall  # type: ignore[method-assign]
-    TorchGroup._connect = fall  # type: ignore[method-assign, assignment]
+        StoreExchange.publish = say_and_fall  # type: ignore[method-assign]
+    BackendGroups._connect = fall  # type: ignore[method-assign, assignment]
 
 
 def threads() -> int:
@@ -165,7 +166,7 @@ def threads() -> int:
 
 def what_is_left() -> Counter[str]:
     """What this process has open and what runs in it."""
-    gc.collect()  # lanes and their family know each other
+    gc.collect()  # channels and their set refer to each other
     left = Counter(re.sub(r"\d+", "", each) for each in open_files().values())
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has just ended
@@ -258,8 +259,8 @@ def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
     for number in range(1, views + 1):
         abort = Abort()
         comm = meet(rank, ["a"] * size, for_attempt(url, number), kind, abort)
-        lane, x = comm.channel("a"), comm.allocate(1000, torch.float32)
-        work, good = start_sum(lane, torch.float32, (50,))
+        channel, x = comm.channel("a"), comm.allocate(1000, torch.float32)
+        work, good = start_sum(channel, torch.float32, (50,))
         assert good(work.wait())
         comm.gather(torch.zeros(1)).wait()
         timer = threading.Timer(0.01, abort.set, [WHY])
@@ -272,7 +273,7 @@ def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
         began = time.monotonic()
         comm.close()
         seconds.append(time.monotonic() - began)
-        del comm, lane, x, work, good
+        del comm, channel, x, work, good
         gc.collect()
         if number == 3:  # libraries start and open what they keep; a thread that was joined may not have ended yet
             left = here()

@@ -1,4 +1,4 @@
-"""A rendezvous that strangers reach, and that only who knows the run's token can use."""
+"""A rendezvous store on a public address, which only holders of the run's token can use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tests.support.actors import Echo
 from tests.support.leftovers import within
 from tests.support.processes import run
-from unisono.comm import Abort, Rendezvous, for_attempt, in_blocks, open_store
+from unisono.comm import Abort, Rendezvous, Security, for_attempt, in_blocks, open_store
 from unisono.comm.actors.listener import ListeningSockets, listen
 from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.token_store import StoreServer, TokenStore
@@ -52,7 +52,7 @@ def test_what_one_has_written_another_reads(server: StoreServer) -> None:
 
 
 def test_a_key_that_does_not_come_is_waited_for_until_the_deadline(server: StoreServer) -> None:
-    with pytest.raises(PeerLost, match="did not come within the deadline"):
+    with pytest.raises(PeerLost, match="no entry in the store within the deadline"):
         reached(server, timeout_seconds=0.05).get("key")
     ours, theirs = reached(server), reached(server)
     later = threading.Timer(0.05, lambda: theirs.set("key", "value"))
@@ -116,11 +116,13 @@ def test_a_connection_ends_with_the_store(server: StoreServer) -> None:
     assert within(20.0, lambda: len(os.listdir("/proc/self/fd")) == before - 2)  # both ends are here
 
 
-def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
-    """The sums of a first wire, and of one between all in torch's world."""
-    meeting = Rendezvous(rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, token=TOKEN)
-    comm = meeting.connect(range(size))
-    world = meeting.open_world()
+def connect_all(rank: int, size: int, kind: str, place: str) -> list[float]:
+    """The sums over a communicator of all workers, and over torch's default group."""
+    rendezvous = Rendezvous(
+        rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, security=Security(TOKEN)
+    )
+    comm = rendezvous.connect(range(size))
+    world = rendezvous.open_world()
     found = comm.sum(torch.ones(1)).wait().tolist()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
@@ -132,17 +134,19 @@ def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_workers_meet_there(kind: str) -> None:
-    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(3, meet, kind, for_attempt(door.url, 7)) == [[3.0, 3.0]] * 3
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as store:
+        assert run(3, connect_all, kind, for_attempt(store.url, 7)) == [[3.0, 3.0]] * 3
 
 
 def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
     """Whether what this worker says to an actor on another host is encrypted."""
-    meeting = Rendezvous(rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, token=TOKEN, encrypted=encrypted)
+    rendezvous = Rendezvous(
+        rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, security=Security(TOKEN, encrypted)
+    )
     ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
-    comm = meeting.connect(range(size))
-    lines = comm.host(Echo(rank))
-    found = {line._outbox._outgoing._encrypted for line in lines}  # type: ignore[attr-defined]
+    comm = rendezvous.connect(range(size))
+    connections = comm.host(Echo(rank))
+    found = {connection._outbox._outgoing._encrypted for connection in connections}  # type: ignore[attr-defined]
     comm.gather(torch.zeros(1)).wait()
     comm.close()
     return bool(found.pop())
@@ -150,5 +154,5 @@ def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_messages_to_other_hosts_are_encrypted_where_the_run_asks_for_it(encrypted: bool) -> None:
-    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(2, secure, for_attempt(door.url, 1), encrypted) == [encrypted] * 2
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as store:
+        assert run(2, secure, for_attempt(store.url, 1), encrypted) == [encrypted] * 2

@@ -1,4 +1,4 @@
-"""What only torch's process groups promise."""
+"""What is particular to torch's process groups."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from tests.comm.laws import start_sum
-from tests.comm.test_shared_memory import open_files
-from tests.support.leftovers import within
+from tests.support.leftovers import open_files, within
 from tests.support.processes import run
 from unisono.comm import Abort, connect
-from unisono.comm.process_sockets import listening
+from unisono.comm.process_sockets import listening_ends
 from unisono.comm.rendezvous.directory_store import DirectoryStore
 from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.store_exchange import AbortableStore
-from unisono.comm.torch_groups.process_group import Device, TorchGroup, gloo
+from unisono.comm.torch_groups.gloo import GlooDevice, connect_gloo
+from unisono.comm.torch_groups.process_group import TorchGroup
 from unisono.errors import PeerLost
 
 
@@ -140,7 +140,7 @@ def close_in_the_middle(rank: int, size: int, directory: str) -> float:
     return time.monotonic() - began
 
 
-def test_close_does_not_wait_for_anybody(tmp_path: Path) -> None:
+def test_close_waits_for_no_peer(tmp_path: Path) -> None:
     assert max(run(2, close_in_the_middle, str(tmp_path))) < 25.0
 
 
@@ -157,17 +157,17 @@ class Stuck:
 
 def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
     comm = joined(rank, size, directory, timeout_seconds=8.0)
-    comm._wires = {0: "socket:[of a peer that is gone]"}
+    comm._groups.connections = {0: "socket:[of a peer that is gone]"}
     began = time.monotonic()
     try:
-        comm._enqueue("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()
+        comm._enqueue("sum", comm._until_complete("sum", comm._groups.track(Stuck()), released=False)).wait()
     except PeerLost as error:
         comm.close()
         return str(error), time.monotonic() - began
     return "", 0.0
 
 
-def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path) -> None:
+def test_a_backend_that_does_not_wake_its_operations_blocks_no_worker(tmp_path: Path) -> None:
     """Neither until the deadline, nor at the end, when torch would wait for them."""
     for text, seconds in run(2, not_woken, str(tmp_path)):
         assert text == "a worker lost during sum: a connection was closed"
@@ -176,34 +176,34 @@ def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path
 
 def listens() -> set[tuple[str, int]]:
     """Where this process does."""
-    return set(listening("127.0.0.1"))
+    return set(listening_ends("127.0.0.1"))
 
 
-def met_by_strangers(rank: int, size: int, directory: str) -> int:
+def reached_by_strangers(rank: int, size: int, directory: str) -> int:
     """How many strangers were let in, of four at each place where gloo listens."""
     before = listens()
     comm = joined(rank, size, directory)
-    lane = comm.channel("another")
+    channel = comm.channel("another")
     world = listens() - before
     assert len(world) >= 4
-    files, let_in = open_files(), 0
+    files, accepted = open_files(), 0
     for end in [*world] * 4:
         with socket.socket() as stranger, suppress(TimeoutError):
             stranger.settimeout(0.05)
             stranger.connect(end)
-            let_in += 1
+            accepted += 1
     assert open_files() == files
-    for each in (comm, lane):  # who is in stays
+    for each in (comm, channel):  # who is in stays
         assert each.sum(torch.ones(2)).wait().tolist() == [2.0, 2.0]
     comm.close()
-    return let_in
+    return accepted
 
 
-def test_who_comes_after_all_have_met_is_not_let_in(tmp_path: Path) -> None:
-    assert run(2, met_by_strangers, str(tmp_path)) == [0, 0]
+def test_connections_after_the_rendezvous_are_refused(tmp_path: Path) -> None:
+    assert run(2, reached_by_strangers, str(tmp_path)) == [0, 0]
 
 
-def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str, int]:
+def reached_during_rendezvous(rank: int, size: int, directory: str) -> dict[str, int]:
     """By how many of its connections each address reaches where gloo of the first worker listens."""
     store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 0:
@@ -220,8 +220,8 @@ def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str
     return reached
 
 
-def test_while_workers_meet_only_their_addresses_reach_them(tmp_path: Path) -> None:
-    assert run(2, reached_while_workers_meet, str(tmp_path))[1] == {"127.0.0.1": 2, "127.0.0.2": 0}
+def test_during_the_rendezvous_only_addresses_of_workers_reach_it(tmp_path: Path) -> None:
+    assert run(2, reached_during_rendezvous, str(tmp_path))[1] == {"127.0.0.1": 2, "127.0.0.2": 0}
 
 
 def garbled(rank: int, size: int, directory: str, words: str) -> str:
@@ -242,8 +242,8 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
     "words", ["no JSON {", '{"a": 1}', "[1, 2]", '[["127.0.0.1"]]', '[["127.0.0.1", "x"]]', "[[[], []]]"]
 )
 def test_a_garbled_place_is_that_of_a_lost_peer(words: str, tmp_path: Path) -> None:
-    said, _ = run(2, garbled, str(tmp_path), words)
-    assert said.startswith("worker 1 lost during connect: its entry in the store is garbled")
+    messages, _ = run(2, garbled, str(tmp_path), words)
+    assert messages.startswith("worker 1 lost during connect: its entry in the store is garbled")
 
 
 class Liar(c10d.Store):
@@ -257,7 +257,7 @@ class Liar(c10d.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return b"another" if key == "word" else self._store.get(key)
+        return b"another" if key == "secret" else self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         self._store.wait(keys)
@@ -268,14 +268,16 @@ def in_anothers_place(rank: int, size: int, directory: str) -> str:
     store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     waiting = AbortableStore(store, 10.0, Abort())
     try:
-        gloo(Liar(waiting) if rank == 1 else waiting, rank, size, Device.open("127.0.0.1", ["127.0.0.1"]), 10.0)
+        connect_gloo(
+            Liar(waiting) if rank == 1 else waiting, rank, size, GlooDevice.open("127.0.0.1", ["127.0.0.1"]), 10.0
+        )
     except PeerLost as error:
         return str(error)
     return "it was taken for a peer"
 
 
-def test_who_does_not_know_the_word_of_a_meeting_is_no_peer(tmp_path: Path) -> None:
-    said = run(3, in_anothers_place, str(tmp_path))
+def test_a_process_without_the_secret_of_a_group_is_no_peer(tmp_path: Path) -> None:
+    messages = run(3, in_anothers_place, str(tmp_path))
     wrong = "another process has connected in its place"
-    assert said == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
+    assert messages == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
                     f"worker 1 lost during connect: {wrong}"]  # fmt: skip

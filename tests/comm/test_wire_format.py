@@ -1,4 +1,4 @@
-"""Messages as bytes: what was said is what is read, and what cannot be said is refused."""
+"""Messages as bytes: they are decoded as they were encoded, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Auto` picks what makes a step shortest, all workers alike, and says why."""
+"""`Auto` chooses the compressor with the shortest step, the same on all ranks, and logs why."""
 
 import logging
 
@@ -28,7 +28,7 @@ STEPS = AUTO.steps * (len(AUTO.candidates) + 2) + 3  # until it has chosen, and 
 SLOW, FAST = Wires(25e6 / 8, 1e-3), Wires(10e9 / 8, 20e-6)
 
 
-def test_a_line_goes_through_the_smallest_and_the_largest_message() -> None:
+def test_the_fit_passes_through_the_smallest_and_the_largest_message() -> None:
     link = fit([(1000, 0.011), (3000, 0.5), (5000, 0.015)])
     assert link.latency_seconds == pytest.approx(0.01)
     assert link.seconds(2000) == pytest.approx(0.012)
@@ -42,7 +42,7 @@ def test_a_link_without_a_measurable_rate_is_all_latency(points) -> None:
 @pytest.mark.parametrize("exchange", [0.0, 0.04, 5.0])
 @pytest.mark.parametrize("share", [1.0, 0.25])
 @pytest.mark.parametrize("hidden", [0.0, 0.02])
-def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, hidden) -> None:
+def test_the_overlap_is_recovered_from_the_step_that_it_forecasts(exchange, share, hidden) -> None:
     candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": LinkCost(0.0, exchange / 1000)}
     step = forecast(candidate, links, OverlapModel(0.3, hidden, share)).step_seconds
     blocked = max(0.0, exchange - hidden)
@@ -52,7 +52,7 @@ def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, 
         assert found.hidden_seconds == pytest.approx(hidden)
 
 
-def test_where_all_was_hidden_half_of_the_computing_may_hide() -> None:
+def test_without_a_wait_half_of_the_computing_is_assumed_to_overlap() -> None:
     small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": LinkCost(0.0, 1e-6)}
     assert measured_overlap(small, links, 0.1, 0.0, 0.5) == OverlapModel(0.1, HIDDEN_FRACTION * 0.1 * 0.5, 0.5)
 
@@ -74,13 +74,13 @@ CANDIDATES = [
         (1e-6, 0.1, 2),
     ],
 )
-def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
+def test_it_does_not_compress_where_that_saves_no_time(seconds_per_byte, compute, chosen) -> None:
     links = dict.fromkeys(("sum", "exchange", "gather"), LinkCost(1e-4, seconds_per_byte))
     steps = [forecast(c, links, OverlapModel(compute, HIDDEN_FRACTION * compute)).step_seconds for c in CANDIDATES]
     assert pick(steps, 0.1) == chosen
 
 
-def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
+def test_a_less_accurate_candidate_has_to_save_the_gain() -> None:
     assert [pick([1000, 950, 880, 870], gain) for gain in (0.0, 0.1, 0.2)] == [3, 2, 0]
 
 
@@ -92,13 +92,13 @@ def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
         ([9.0, 2.0, 1.0], (2, 2, 2, 2)),
     ],
 )
-def test_what_is_out_of_the_question_is_not_tried(seconds, tried) -> None:
+def test_a_candidate_with_a_long_forecast_is_not_tried(seconds, tried) -> None:
     assert trial_order([CandidateCost(0.0, 0.0, each) for each in seconds], 0.1) == tried
 
 
 def train(comm, compress: Compressor, compute: float, numel: int, steps: int, drop: int = -1) -> list[float]:
-    """Laps of a loop that computes and takes a mean of two buckets, one after the other."""
-    memories, laps = [CompressorMemory(), CompressorMemory()], []
+    """The choice, and the last duration, of a loop that computes and takes the means of two buckets."""
+    memories, durations = [CompressorMemory(), CompressorMemory()], []
     for step in range(steps):
         start = comm.now()
         for attempt in range(1 + (step == drop)):
@@ -111,25 +111,25 @@ def train(comm, compress: Compressor, compute: float, numel: int, steps: int, dr
             del attempt
         for memory in memories:
             memory.commit()
-        laps.append(comm.now() - start)
+        durations.append(comm.now() - start)
     assert all(m.get("chosen") == memories[0].get("chosen") for m in memories)
-    return [memories[0].get("chosen"), laps[-1]]
+    return [memories[0].get("chosen"), durations[-1]]
 
 
 @pytest.mark.short(4)
-@pytest.mark.parametrize(("link", "declines"), [(SLOW, False), (FAST, True)])
+@pytest.mark.parametrize(("link", "uncompressed"), [(SLOW, False), (FAST, True)])
 @pytest.mark.parametrize("drop", [-1, 0, 3, 6, STEPS - 3])
-def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop) -> None:
+def test_all_workers_choose_alike_whatever_step_is_dropped(link, uncompressed, drop) -> None:
     results = simulate(3, train, AUTO, 0.05, 50_000, STEPS, drop, link=link)
     chosen = [result[0] for result in results]
     assert len(set(chosen)) == 1
-    assert (chosen[0] == 0) is declines
+    assert (chosen[0] == 0) is uncompressed
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("link", [SLOW, Wires(100e6 / 8, 1e-3), Wires(1e9 / 8, 1e-4), FAST])
 def test_it_is_as_fast_as_the_best_fixed_choice(link) -> None:
-    """On the made-up clock, where arithmetic takes no time: within the gain."""
+    """On the virtual clock, where arithmetic takes no time: within the gain."""
     fixed = [simulate(3, train, c, 0.02, 50_000, 2, link=link)[0][1] for c in AUTO.candidates]
     own = simulate(3, train, AUTO, 0.02, 50_000, STEPS, link=link)[0][1]
     assert own <= 1.15 * min(fixed)
@@ -153,18 +153,18 @@ def test_it_measures_again_and_follows_a_link_that_changed() -> None:
         assert after == 0
 
 
-def test_each_decision_is_one_sentence_with_its_figures(caplog) -> None:
+def test_each_decision_is_logged_with_its_measurements(caplog) -> None:
     with caplog.at_level(logging.INFO, logger="unisono"):
         simulate(3, train, AUTO, 0.05, 50_000, STEPS, link=SLOW)
-    said = [record.message for record in caplog.records]
-    assert len(said) == 2  # one for each bucket, by one worker
-    assert "a bucket of 50000 numbers: " in said[0]
-    assert f"{25 / CONTENTION:.3g} Mbit/s" in said[0]  # what all to all gets out of it
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2  # one for each bucket, by one worker
+    assert "a bucket of 50000 numbers: " in messages[0]
+    assert f"{25 / CONTENTION:.3g} Mbit/s" in messages[0]  # what all to all gets out of it
     for word in ("ms of latency", "ms of arithmetic", "a step takes", "would take", " took "):
-        assert word in said[0]
+        assert word in messages[0]
 
 
-def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
+def test_residuals_of_other_candidates_are_removed_with_the_choice() -> None:
     def parts(comm) -> set[str]:
         memory = CompressorMemory()
         for step in range(STEPS):
@@ -188,6 +188,6 @@ def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
         (lambda: Auto((Quantize(8), TopK(0.01)), fixed=3), "not a compressor"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(build, words) -> None:
+def test_invalid_arguments_are_refused_by_name(build, words) -> None:
     with pytest.raises(ValueError, match=words):
         build()

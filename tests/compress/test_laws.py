@@ -1,4 +1,4 @@
-"""Laws that every compressor keeps."""
+"""Laws of every compressor."""
 
 import math
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def layouts(numel: int) -> list[tuple[Span, ...]]:
     return [(), (matrix, vector)]
 
 
-def arrived(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...] = ()) -> torch.Tensor:
+def decoded(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...] = ()) -> torch.Tensor:
     total = total_of(compress, x)
     message = compress.encode(total, spans, CompressorMemory())
     return compress.value(compress.decode(message, spans, x.numel(), total.dtype), x.dtype)
@@ -90,7 +90,7 @@ def test_every_compressor_is_in_the_table() -> None:
 def test_shape_and_dtype_return_and_the_error_is_bounded(row, numel, dtype) -> None:
     x = gradient(numel).to(dtype)
     for spans in layouts(numel):
-        back = arrived(row.compress, x, spans)
+        back = decoded(row.compress, x, spans)
         assert back.shape == x.shape
         assert back.dtype == dtype
         assert norm(back.double() - x.double()) <= allowed(row, x, dtype)
@@ -108,7 +108,7 @@ def holds(row: Row, magnitude: float) -> bool:
 )
 def test_the_error_is_bounded_at_every_magnitude(row, magnitude) -> None:
     x = gradient(300) * magnitude
-    assert norm(arrived(row.compress, x).double() - x.double()) <= allowed(row, x)
+    assert norm(decoded(row.compress, x).double() - x.double()) <= allowed(row, x)
 
 
 @law
@@ -124,16 +124,16 @@ def test_encode_leaves_the_total_as_it_is(row, dtype) -> None:
 def test_the_mean_over_one_peer_is_decode_of_encode(row) -> None:
     x = gradient(1000)
     for spans in layouts(1000):
-        (alone,) = simulate(1, mean, row.compress, [x], spans)
-        left_alone = isinstance(row.compress, Auto) and arrived(row.compress.candidates[0], x, spans)
-        assert torch.equal(alone, arrived(row.compress, x, spans) if left_alone is False else left_alone)
+        (single,) = simulate(1, mean, row.compress, [x], spans)
+        used = row.compress.candidates[0] if isinstance(row.compress, Auto) else row.compress
+        assert torch.equal(single, decoded(used, x, spans))
 
 
 @law
 @dtypes
-def test_keeps_says_whether_bits_survive(row, dtype) -> None:
+def test_lossless_compressors_preserve_bits(row, dtype) -> None:
     x = gradient(1000).to(dtype)
-    assert torch.equal(arrived(row.compress, x), x) or not row.compress.is_lossless(dtype)
+    assert torch.equal(decoded(row.compress, x), x) or not row.compress.is_lossless(dtype)
 
 
 @law
@@ -143,7 +143,7 @@ def test_all_peers_get_the_same_mean_and_it_is_the_mean(row, size) -> None:
     for spans in layouts(1000):
         means = simulate(size, mean, row.compress, xs, spans)
         assert all(torch.equal(m, means[0]) for m in means)
-        once = sum(allowed(row, x) for x in xs) / size  # what the first hop loses; the second carries what arrived
+        once = sum(allowed(row, x) for x in xs) / size  # what the first hop loses; the second carries what decoded
         carried = sum(norm(x) for x in xs) / size + once
         twice = max(row.relative, 2**-22) * carried + row.absolute * math.sqrt(1000)
         assert norm(means[0].double() - torch.stack(xs).double().mean(0)) <= once + twice
@@ -166,7 +166,7 @@ def test_zeros_stay_zeros(row) -> None:
 @law
 @sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_are_what_the_wire_weighs(row, numel, dtype) -> None:
+def test_bits_are_those_of_the_message(row, numel, dtype) -> None:
     for spans in layouts(numel):
         blank = row.compress.blank(spans, numel, dtype, CPU)
         for x in (gradient(numel), torch.zeros(numel)):
@@ -180,9 +180,9 @@ def test_bits_are_what_the_wire_weighs(row, numel, dtype) -> None:
         assert bits(row.compress, spans, numel, dtype) == blank.numel() * blank.element_size() * 8
 
 
-@law_for(lambda row: row.residual is not None)  # the others owe nothing: rounding errors have no sign
+@law_for(lambda row: row.residual is not None)  # the others have no residual
 def test_what_arrives_approaches_what_was_sent(row) -> None:
-    """The debt does not grow, so the mean of what arrived approaches what was sent (Karimireddy et al. 2019)."""
+    """The residual is bounded, so the mean of decoded messages approaches what was sent (Karimireddy et al. 2019)."""
     x = gradient(1000)
     for spans in layouts(1000):
         memory, got = CompressorMemory(), torch.zeros(1000, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_what_arrives_approaches_what_was_sent(row) -> None:
 
 
 @law
-def test_a_dropped_step_leaves_no_trace(row) -> None:
+def test_a_discarded_step_leaves_no_trace(row) -> None:
     def messages(dropped: int) -> list[torch.Tensor]:
         memory, out = CompressorMemory(), []
         for step in range(6):
@@ -262,7 +262,7 @@ def test_what_is_folded_from_a_buffer_is_what_add_adds(row, dtype, numel) -> Non
 @law
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 500, 999])
-def test_what_is_not_finite_is_never_hidden(row, bad, place) -> None:
+def test_numbers_that_are_not_finite_are_never_hidden(row, bad, place) -> None:
     x = gradient(1000)
     x[place] = bad
     for spans in layouts(1000):
@@ -276,8 +276,8 @@ def test_what_is_not_finite_is_never_hidden(row, bad, place) -> None:
 
 
 @law_for(lambda row: not isinstance(row.compress, Exact))  # which refuses it
-def test_what_is_not_finite_is_forgotten_with_its_step(row) -> None:
-    """A dropped step's NaN is not owed to the steps that follow."""
+def test_numbers_that_are_not_finite_are_discarded_with_their_step(row) -> None:
+    """A NaN of a discarded step is not in the residual."""
     memory, x = CompressorMemory(), gradient(300)
     row.compress.encode_with_feedback(total_of(row.compress, x * math.nan), (), memory)
     memory.discard()
@@ -292,7 +292,7 @@ def test_values_are_written_as_they_are_read(row) -> None:
 
 @pytest.mark.parametrize("to", ["bf16", "fp16", "own"])
 def test_a_cast_keeps_its_neighbours_from_what_is_not_finite(to) -> None:
-    got = arrived(Cast(to), torch.tensor([1.0, math.nan, 2.0]))
+    got = decoded(Cast(to), torch.tensor([1.0, math.nan, 2.0]))
     assert got[[0, 2]].isfinite().all()
 
 
@@ -336,7 +336,7 @@ def test_exact_refuses_what_it_cannot_hold_and_names_it(addends, bound) -> None:
 @pytest.mark.parametrize(
     "compress", [Exact(), BySize(100, small=Exact()), ByName((("a", Exact()),)), WithErrorFeedback(Exact())], ids=str
 )
-def test_a_compressor_made_of_others_tells_them_how_many_gradients_add_up(compress) -> None:
+def test_the_number_of_addends_reaches_nested_compressors(compress) -> None:
     chosen = compress.for_sums_of(64).choose("a", torch.Size((9,)))
     inner = chosen.compress if isinstance(chosen, WithErrorFeedback) else chosen
     assert inner.bound == 2.0**13 / 64

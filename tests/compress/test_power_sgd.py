@@ -1,4 +1,4 @@
-"""PowerSGD: matrices travel as their factors."""
+"""PowerSGD: matrices are sent as low-rank factors."""
 
 import math
 
@@ -7,12 +7,13 @@ import torch
 
 from unisono.comm import simulate
 from unisono.compress import Cast, CompressorMemory, PowerSGD, RandomK, Span, bits
+from unisono.compress.memory import RESIDUAL
 from unisono.sync.pending_mean import PendingMean
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Products as small as these wait longer for a second thread than they take."""
+    """One thread: starting a second one takes longer than products as small as these."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -80,51 +81,51 @@ def test_warm_starts_find_the_best_factors() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_arrived_and_what_all_owe_are_what_was_sent(size) -> None:
+def test_received_plus_residuals_equal_what_was_sent(size) -> None:
     spans = (span((40, 30), 0), span((30,), 1200), span((16, 8, 3, 3), 1230))
     numel = 1230 + 16 * 72
     steps = [[normal(numel, seed=10 * step + rank) for rank in range(size)] for step in range(5)]
 
-    def owed(comm) -> tuple[torch.Tensor, torch.Tensor]:
+    def residuals(comm) -> tuple[torch.Tensor, torch.Tensor]:
         memory, got = CompressorMemory(), torch.zeros(numel)
         for step in steps:
             got += PendingMean(PowerSGD().mean(step[comm.rank] / size, spans, comm, memory, torch.float32)).wait()
             memory.commit()
-        return got, memory.get("owed")
+        return got, memory.get(RESIDUAL)
 
-    results = simulate(size, owed)
+    results = simulate(size, residuals)
     given = torch.stack([torch.stack(step).mean(0) for step in steps]).sum(0)
-    torch.testing.assert_close(results[0][0] + sum(debt for _, debt in results), given, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[0][0] + sum(residual for _, residual in results), given, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(got, results[0][0]) for got, _ in results)
-    assert not any(debt[1200:1230].any() for _, debt in results)
+    assert not any(residual[1200:1230].any() for _, residual in results)
     torch.testing.assert_close(results[0][0][1200:1230], given[1200:1230])
 
 
-def test_a_worker_owes_what_is_lost_of_its_own_matrix() -> None:
-    """Workers whose data differ for ever would otherwise owe more and more to each other."""
+def test_a_residual_is_that_of_the_workers_own_matrix() -> None:
+    """Otherwise, residuals of workers with different data would grow without bound."""
     spans, numel = (span((40, 30), 0),), 1200
     own = [low_rank(40, 30, 1, seed=7), low_rank(40, 30, 1, seed=11)]
 
-    def debt(comm) -> list[float]:
+    def residual(comm) -> list[float]:
         memory, sizes = CompressorMemory(), []
         for _ in range(60):
             PendingMean(PowerSGD(2).mean(own[comm.rank].flatten().clone(), spans, comm, memory, torch.float32)).wait()
             memory.commit()
-            sizes.append(float(memory.get("owed").norm()))
+            sizes.append(float(memory.get(RESIDUAL).norm()))
         return sizes
 
-    for sizes in simulate(2, debt):
+    for sizes in simulate(2, residual):
         assert sizes[-1] <= 1e-3 * float(own[0].norm())
     assert numel == own[0].numel()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_what_is_owed_stays_bounded(rank) -> None:
+def test_residuals_stay_bounded(rank) -> None:
     spans, memory, sizes = (span((50, 40), 0),), CompressorMemory(), []
     for step in range(400):
         PowerSGD(rank).encode_with_feedback(normal(2000, seed=step), spans, memory)
         memory.commit()
-        sizes.append(float(memory.get("owed").norm()))
+        sizes.append(float(memory.get(RESIDUAL).norm()))
     assert max(sizes[200:]) <= 1.2 * max(sizes[:200])
 
 

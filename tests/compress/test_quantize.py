@@ -1,4 +1,4 @@
-"""What the block-wise compressors promise beyond the laws."""
+"""Block-wise compressors, beyond the laws."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from unisono.compress import CompressorMemory, OneBit, Quantize, TwoBit, bits
 from unisono.compress.bit_packing import pack, packed, unpack
 from unisono.compress.block_codec import BlockCodec
+from unisono.compress.memory import RESIDUAL
 
 LARGE = 1_000_000
 BLOCKS = [Quantize(), Quantize(bits=4), Quantize(block=64, stochastic=True), OneBit(), TwoBit(1.0)]
@@ -17,7 +18,7 @@ def normal(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def arrived(compress: BlockCodec, x: torch.Tensor, memory: CompressorMemory | None = None) -> torch.Tensor:
+def decoded(compress: BlockCodec, x: torch.Tensor, memory: CompressorMemory | None = None) -> torch.Tensor:
     return compress.decode(compress.encode(x, (), memory or CompressorMemory()), (), x.numel(), x.dtype)
 
 
@@ -48,7 +49,7 @@ def test_a_number_takes_no_more_bits_than_promised(compress, most, numel) -> Non
 def test_the_error_is_at_most_half_a_step(width) -> None:
     x = normal(4096)
     step = x.view(-1, 128).abs().amax(1, keepdim=True) / (2 ** (width - 1) - 1) * (1 + 2**-7)
-    assert ((arrived(Quantize(bits=width), x) - x).view(-1, 128).abs() <= step / 2).all()
+    assert ((decoded(Quantize(bits=width), x) - x).view(-1, 128).abs() <= step / 2).all()
 
 
 @pytest.mark.parametrize("width", [8, 4])
@@ -57,7 +58,7 @@ def test_stochastic_rounding_is_less_than_a_step_off_and_unbiased(width) -> None
     step = x.view(-1, 128).abs().amax(1, keepdim=True) / (2 ** (width - 1) - 1) * (1 + 2**-7)
     total = torch.zeros(4096, dtype=torch.float64)
     for _ in range(sends):
-        error = arrived(compress, x, memory) - x
+        error = decoded(compress, x, memory) - x
         assert (error.view(-1, 128).abs() < step).all()
         total += error
         memory.commit()
@@ -69,28 +70,28 @@ def test_stochastic_rounding_is_less_than_a_step_off_and_unbiased(width) -> None
 
 def test_stochastic_rounding_differs_between_messages_and_between_workers() -> None:
     compress, memory, x = Quantize(bits=4, stochastic=True), CompressorMemory(), normal(5000)
-    first = arrived(compress, x, memory)
-    assert torch.equal(arrived(compress, x, memory), first)  # not committed: the same message again
+    first = decoded(compress, x, memory)
+    assert torch.equal(decoded(compress, x, memory), first)  # not committed: the same message again
     memory.commit()
-    assert not torch.equal(arrived(compress, x, memory), first)
+    assert not torch.equal(decoded(compress, x, memory), first)
     other = x.clone()
     other[0] += 1e-3  # another worker's total
-    assert (arrived(compress, other) != first)[128:].any()
+    assert (decoded(compress, other) != first)[128:].any()
 
 
 def test_stochastic_rounding_is_unbiased_over_a_long_message() -> None:
     x = torch.full((LARGE,), 0.3)
     x[::64] = 1.0
-    got = arrived(Quantize(bits=4, stochastic=True, block=64), x)
+    got = decoded(Quantize(bits=4, stochastic=True, block=64), x)
     assert abs(float((got - x)[x < 1].double().mean())) < 1e-3
 
 
 def test_one_bit_sends_the_mean_magnitude_of_a_block() -> None:
     x = torch.tensor([1.0, -3.0] * 128 + [5.0, -7.0, 0.0])
-    assert arrived(OneBit(), x).tolist() == [2.0, -2.0] * 128 + [4.0, -4.0, 4.0]
+    assert decoded(OneBit(), x).tolist() == [2.0, -2.0] * 128 + [4.0, -4.0, 4.0]
 
 
-def test_two_bit_sends_what_is_above_its_threshold_and_owes_the_rest() -> None:
+def test_two_bit_sends_what_exceeds_its_threshold_and_keeps_the_rest_as_residual() -> None:
     compress, memory, x = TwoBit(1.0), CompressorMemory(), torch.tensor([0.4, -0.7, 2.5, -1.5, 0.0])
     sent = []
     for _ in range(3):
@@ -102,10 +103,10 @@ def test_two_bit_sends_what_is_above_its_threshold_and_owes_the_rest() -> None:
 
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_own_block_only(compress, bad) -> None:
+def test_a_number_that_is_not_finite_affects_only_its_block(compress, bad) -> None:
     x, block = normal(2000), compress.block
     x[block] = bad
-    got = arrived(compress, x).isfinite()
+    got = decoded(compress, x).isfinite()
     assert not got[block : 2 * block].all()
     assert got[:block].all()
     assert got[2 * block :].all()
@@ -114,22 +115,22 @@ def test_what_is_not_finite_spoils_its_own_block_only(compress, bad) -> None:
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
 def test_a_total_of_several_pieces_arrives_block_by_block(compress) -> None:
     x = normal(300_000)
-    whole = arrived(compress, x)
+    whole = decoded(compress, x)
     if not isinstance(compress, Quantize) or not compress.stochastic:
         middle = slice(512 * 300, 512 * 310)
-        assert torch.equal(arrived(compress, x[middle].clone()), whole[middle])
-    owed, memory = x.clone(), CompressorMemory()
-    message = compress.encode_with_feedback(owed, (), memory)
+        assert torch.equal(decoded(compress, x[middle].clone()), whole[middle])
+    residuals, memory = x.clone(), CompressorMemory()
+    message = compress.encode_with_feedback(residuals, (), memory)
     memory.commit()
     if compress.keeps_residual:
         assert torch.equal(compress.decode(message, (), x.numel(), x.dtype), whole)
-        torch.testing.assert_close(memory.get("owed"), x - whole)
+        torch.testing.assert_close(memory.get(RESIDUAL), x - whole)
 
 
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
 def test_every_second_number_of_a_tensor_is_a_total_too(compress) -> None:
     x = normal(2001)
-    assert torch.equal(arrived(compress, x[::2]), arrived(compress, x[::2].clone()))
+    assert torch.equal(decoded(compress, x[::2]), decoded(compress, x[::2].clone()))
 
 
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
@@ -137,7 +138,7 @@ def test_a_message_may_lie_anywhere_in_memory(compress) -> None:
     x = normal(1000)
     message = compress.encode(x, (), CompressorMemory())
     shifted = torch.empty(message.numel() + 1, dtype=torch.uint8)[1:].copy_(message)
-    assert torch.equal(compress.decode(shifted, (), 1000, x.dtype), arrived(compress, x))
+    assert torch.equal(compress.decode(shifted, (), 1000, x.dtype), decoded(compress, x))
 
 
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
@@ -169,6 +170,6 @@ def test_any_bytes_of_the_right_length_decode_to_something(compress) -> None:
         (lambda: TwoBit("1"), "threshold='1'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(build, words) -> None:
+def test_invalid_arguments_are_refused_by_name(build, words) -> None:
     with pytest.raises(ValueError, match=words):
         build()

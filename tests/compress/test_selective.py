@@ -1,4 +1,4 @@
-"""Compressors made of compressors."""
+"""Compressors that are composed of others."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_nested_values_are_written_as_they_are_read(compress) -> None:
     assert hash(compress) == hash(notation.parse("compress", notation.show(compress), COMPRESSORS))
 
 
-def test_what_messages_that_add_up_owe_is_paid() -> None:
+def test_residuals_of_additive_messages_are_sent_later() -> None:
     x = 1 + 2.0**-10 * torch.arange(1, 65)  # no number of which bf16 has
 
     def run(comm, compress) -> torch.Tensor:
@@ -82,6 +82,6 @@ def test_what_messages_that_add_up_owe_is_paid() -> None:
         (lambda: WithErrorFeedback("bf16"), "compress='bf16'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(build, words) -> None:
+def test_invalid_arguments_are_refused_by_name(build, words) -> None:
     with pytest.raises(ValueError, match=words):
         build()

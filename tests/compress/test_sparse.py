@@ -1,4 +1,4 @@
-"""Top-k, random-k and the indices that they send."""
+"""Top-k, random-k and their index coding."""
 
 import math
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from unisono.comm import simulate
 from unisono.compress import Cast, Compressor, CompressorMemory, RandomK, TopK, bits, top_k
 from unisono.compress import index_coding as indices
+from unisono.compress.memory import RESIDUAL
 from unisono.compress.top_k import count, largest
 from unisono.sync.pending_mean import PendingMean
 
@@ -138,7 +139,7 @@ def test_one_sample_finds_a_threshold_that_at_most_twice_as_many_pass(density, m
     assert len(passes) <= 1.1 * 40
 
 
-def test_more_that_is_not_finite_than_travels_is_sent_first() -> None:
+def test_numbers_that_are_not_finite_are_sent_first() -> None:
     x = normal(100_000)
     x[50_000:60_000] = math.nan
     assert bool(x[largest(x, 1000)].isnan().all())
@@ -191,8 +192,8 @@ def test_momentum_correction_is_equation_4_and_algorithm_4() -> None:
         u[top], v[top] = 0.0, 0.0
 
 
-def test_what_is_sent_and_what_is_owed_add_up_to_all_momentum() -> None:
-    """With a pause at the end, all that momentum has made arrives, but for what masking forgets."""
+def test_sent_plus_residual_equal_the_accumulated_momentum() -> None:
+    """With zero gradients at the end, the whole accumulated momentum is sent."""
     compress, memory = TopK(0.1, momentum=0.9, masking=False, values="bf16"), CompressorMemory()
     got, u, wanted = torch.zeros(200), torch.zeros(200), torch.zeros(200)
     for step in range(400):
@@ -255,12 +256,12 @@ def test_values_arrive_at_every_magnitude(values, magnitude) -> None:
 
 
 @pytest.mark.parametrize("compress", [TopK(0.05), TopK(0.05, momentum=0.9), RandomK(0.05)], ids=repr)
-def test_what_is_owed_stays_bounded(compress) -> None:
+def test_residuals_stay_bounded(compress) -> None:
     memory, sizes = CompressorMemory(), []
     for step in range(400):
         compress.encode_with_feedback(normal(2000, step), (), memory)
         memory.commit()
-        sizes.append(float(memory.get("owed").norm()))
+        sizes.append(float(memory.get(RESIDUAL).norm()))
     assert max(sizes[200:]) <= 1.2 * max(sizes[:200])
 
 

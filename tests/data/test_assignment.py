@@ -1,4 +1,4 @@
-"""Who computes what: contiguous, complete, fair, and nobody without work."""
+"""Assignment of micro-batches: contiguous, complete, fair, and some work for every worker."""
 
 from __future__ import annotations
 

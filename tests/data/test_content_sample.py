@@ -1,4 +1,4 @@
-"""What two hosts compare of their data: the same on both for the same data, and nothing where data is random."""
+"""Samples of data that two hosts compare: equal for equal data, none where data is random."""
 
 from __future__ import annotations
 

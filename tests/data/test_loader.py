@@ -1,4 +1,4 @@
-"""Loading: the same batches however they are fetched, only one's own samples, and nothing left behind."""
+"""Loaders: equal batches in every mode, only this worker's samples, no leaks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def load(dataset, way, workers=1, rank=0, **more):
         lambda step: assign(PLAN.micro_batches, [1.0] * workers)[rank],
         load=way,
         seed=9,
-        last_step=STEPS,
+        steps=range(STEPS),
         **more,
     )
     try:
@@ -180,7 +180,7 @@ def test_only_ones_own_samples_are_touched_and_each_once_per_epoch(way):
 @pytest.mark.parametrize("way", [Inline(), Threads(), Processes(count=2)], ids=str)
 @pytest.mark.parametrize("asked", [[3, 4, 5], [2, 2, 3], [5, 2, 4]])
 def test_steps_may_be_left_out_and_asked_for_again(way, asked):
-    loader = Loader(Squares(), PLAN, lambda step: range(1, 3), load=way, first_step=2, last_step=6)
+    loader = Loader(Squares(), PLAN, lambda step: range(1, 3), load=way, steps=range(2, 6))
     try:
         for step in asked:
             for m, (_, numbers) in loader.batches(step):
@@ -215,7 +215,7 @@ def test_threads_refuse_a_dataset_that_draws():
 @pytest.mark.parametrize(("dataset", "chosen"), [(TENSORS, Inline()), (Slow(), Threads()), (Augmented(), Inline())])
 def test_the_choice_is_by_what_the_first_micro_batch_showed(dataset, chosen, caplog):
     with caplog.at_level(logging.WARNING):
-        loader = Loader(dataset, PLAN, lambda step: range(4), last_step=1)
+        loader = Loader(dataset, PLAN, lambda step: range(4), steps=range(1))
     loader.close()
     assert loader.load == chosen
     assert ("Processes()" in caplog.text) == isinstance(dataset, Augmented)
@@ -223,7 +223,7 @@ def test_the_choice_is_by_what_the_first_micro_batch_showed(dataset, chosen, cap
 
 def test_nothing_to_load_is_no_error():
     for way in WAYS:
-        loader = Loader(Squares(), PLAN, lambda step: range(0), load=way, last_step=3)
+        loader = Loader(Squares(), PLAN, lambda step: range(0), load=way, steps=range(3))
         assert list(loader.batches(0)) == []
         loader.close()
 
@@ -232,7 +232,7 @@ def test_nothing_to_load_is_no_error():
 def test_close_leaves_no_thread_and_no_process(way):
     me = psutil.Process()
     threads, children = threading.active_count(), set(me.children())
-    loader = Loader(Squares(), PLAN, lambda step: range(4), load=way, last_step=STEPS)
+    loader = Loader(Squares(), PLAN, lambda step: range(4), load=way, steps=range(STEPS))
     next(loader.batches(0))
     assert isinstance(way, Threads) or len(set(me.children()) - children) == 2
     loader.close()
@@ -242,7 +242,7 @@ def test_close_leaves_no_thread_and_no_process(way):
 
 
 def hold(connection):
-    loader = Loader(Squares(), PLAN, lambda step: range(4), load=Processes(count=2), last_step=STEPS)
+    loader = Loader(Squares(), PLAN, lambda step: range(4), load=Processes(count=2), steps=range(STEPS))
     next(loader.batches(0))
     connection.send([child.pid for child in psutil.Process().children()])
     connection.recv()

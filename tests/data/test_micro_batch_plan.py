@@ -1,4 +1,4 @@
-"""The micro-batch plan: every sample once per epoch, however the batches lie."""
+"""The micro-batch plan: every sample once per epoch, with any batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seeded order: a bijection of every size, unlike itself under every other seed and epoch, and even."""
+"""The seeded order: a bijection for every size, different for every seed and epoch, uniform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading processes die, and are replaced; what is raised in one is raised again in the training."""
+"""Loader processes that exit are replaced, and their exceptions are raised in the trainer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def exit_in_order() -> None:
 BLOWS = {
     leave: "ended with exit code 3",
     kill: "was killed by SIGKILL (out of memory?)",
-    fault: "was killed by SIGSEGV (a fault in native code; the worker's log holds the stack)",
+    fault: "was killed by SIGSEGV (a fault in native code; the worker's log has the stack)",
     exit_in_order: "ended with exit code 0",
 }
 
@@ -98,7 +98,7 @@ def loading() -> list[psutil.Process]:
 
 def load(dataset: Any, way: Any, notices: list[str], **more: Any) -> dict[tuple[int, int], Any]:
     loader = Loader(
-        dataset, PLAN, lambda step: range(4), load=way, seed=9, last_step=STEPS, notice=notices.append, **more
+        dataset, PLAN, lambda step: range(4), load=way, seed=9, steps=range(STEPS), notice=notices.append, **more
     )
     try:
         return {(step, m): batch for step in range(STEPS) for m, batch in loader.batches(step)}
@@ -118,7 +118,7 @@ def test_a_process_that_dies_is_replaced_and_no_bit_changes(way, blow, tmp_path)
     assert same(batches, load(Augmented(), Inline(), []))
     (said,) = notices
     where = f"while fetching sample {FATAL} (step {STEP}, micro-batch {MICRO_BATCH})"
-    assert f"{BLOWS[blow]} {where}: another one takes its place" in said
+    assert f"{BLOWS[blow]} {where}: it is replaced" in said
 
 
 def load_with_a_death(rank: int, size: int, deaths: Path, temporary: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_sample_that_kills_each_process_is_named_in_one_sentence(way, tmp_path
     with pytest.raises(LoadingFailed) as raised:
         load(Deadly(tmp_path, kill, times=99), way, notices)
     said = str(raised.value)
-    assert f"every loading process dies while fetching sample {FATAL} (step {STEP}, micro-batch {MICRO_BATCH})" in said
+    assert f"every loading process exits while fetching sample {FATAL} (step {STEP}, micro-batch {MICRO_BATCH})" in said
     assert said.count("was killed by SIGKILL") == 2
     assert len(notices) == 1
     assert len(list(tmp_path.iterdir())) == 2
@@ -158,7 +158,7 @@ def test_where_samples_are_fetched_many_at_once_all_of_them_are_named(tmp_path) 
 def test_a_process_that_is_killed_while_it_waits_is_replaced_again_and_again(taken) -> None:
     notices: list[str] = []
     loader = Loader(
-        Augmented(), PLAN, lambda step: range(4), load=Processes(ahead=1), seed=9, last_step=2,
+        Augmented(), PLAN, lambda step: range(4), load=Processes(ahead=1), seed=9, steps=range(2),
         notice=notices.append)  # fmt: skip
     found = {}
     try:
@@ -179,7 +179,7 @@ def test_a_process_that_is_killed_while_it_waits_is_replaced_again_and_again(tak
 def test_a_process_that_dies_at_its_start_is_not_started_for_ever(monkeypatch) -> None:
     monkeypatch.setattr("unisono.data.fork_setup.setproctitle", lambda title: os._exit(5))
     with pytest.raises(
-        LoadingFailed, match="every loading process dies at its start: the first ended with exit code 5"
+        LoadingFailed, match="every loading process exits at its start: the first ended with exit code 5"
     ):
         load(Augmented(), Processes(), [])
 
@@ -196,7 +196,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_of_its_own() -> None:
 
 
 def test_ctrl_c_and_sigterm_are_the_workers() -> None:
-    loader = Loader(Augmented(), PLAN, lambda step: range(4), load=Processes(), seed=9, last_step=STEPS)
+    loader = Loader(Augmented(), PLAN, lambda step: range(4), load=Processes(), seed=9, steps=range(STEPS))
     try:
         next(loader.batches(0))
         (child,) = loading()

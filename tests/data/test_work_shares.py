@@ -1,4 +1,4 @@
-"""Shares by speed: the best there are, held on to unless others are clearly better, and everything computed once."""
+"""Allocations by speed: optimal, stable unless others are clearly better, and complete."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from unisono.data import (
     most_ahead,
     slowness,
 )
-from unisono.data.work_shares import STOCK_SECONDS, STOCK_STEPS, WORTH, fastest_counts, last_done
+from unisono.data.work_shares import HISTORY_SECONDS, HISTORY_STEPS, MIN_GAIN, fastest_counts, last_done
 
 SECONDS = st.floats(1e-3, 10.0)
-REACTS_WITHIN = 2 * STOCK_STEPS  # of a change, the steps until most of what is heard of tells of it
+REACTS_WITHIN = 2 * HISTORY_STEPS  # of a change, the steps until most of what is heard of tells of it
 
 
 def parts(micro_batches: int, seconds: Sequence[float]) -> list[tuple[int, ...]]:
@@ -93,14 +93,14 @@ def test_how_far_ahead_is_fetched(load, ahead) -> None:
 
 def test_stock_is_the_median_of_steps_that_all_know_of() -> None:
     stock, found = PaceHistory(), []
-    for step in range(STOCK_STEPS + 1):
+    for step in range(HISTORY_STEPS + 1):
         found.append(stock.add([0.0 if step == 3 else 1.0 + step, 5.0], 2))
-    assert found[:-1] == [None] * STOCK_STEPS
+    assert found[:-1] == [None] * HISTORY_STEPS
     assert found[-1] == [(8.0 + 7.0) / 2, 5.0]
 
 
 def test_many_short_steps_make_a_stock() -> None:
-    stock, each = PaceHistory(), STOCK_SECONDS / 100
+    stock, each = PaceHistory(), HISTORY_SECONDS / 100
     due = [n for n in range(1, 301) if stock.add([each / 4, each / 8], 4)]
     assert len(due) in (2, 3)
     assert due[0] in (100, 101)
@@ -170,9 +170,9 @@ def test_shares_change_if_and_only_if_it_is_worth_it(seconds, more) -> None:
     shares = group.shares[0]
     saved = shares.could_save(seconds)
     before = last_done(shares.counts, seconds)
-    assert shares.rebalance(0, seconds) == (saved >= WORTH)
+    assert shares.rebalance(0, seconds) == (saved >= MIN_GAIN)
     after = last_done(shares.counts, seconds)
-    assert after == pytest.approx(before * (1 - saved) if saved >= WORTH else before)
+    assert after == pytest.approx(before * (1 - saved) if saved >= MIN_GAIN else before)
     assert not shares.rebalance(0, seconds)
 
 
@@ -201,7 +201,7 @@ def check(load: Any, workers: int, speeds: Sequence[Sequence[float]]) -> None:
     group, steps = Group(PLAN.micro_batches, workers, load), len(speeds)
     datasets = [Recording() for _ in range(workers)]
     loaders = [
-        Loader(data, PLAN, shares.mine, load=load, last_step=steps)
+        Loader(data, PLAN, shares.mine, load=load, steps=range(steps))
         for data, shares in zip(datasets, group.shares, strict=True)
     ]
     try:

@@ -1,4 +1,4 @@
-"""A worker that would train something else is found out before it takes part."""
+"""A worker that would train something else is refused before it takes part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from unisono.comm import outcomes, simulate
 from unisono.elastic.admission import admit, compare
 from unisono.errors import TaskMismatch

@@ -1,4 +1,4 @@
-"""A loop of one's own goes on when a worker of it is killed, freezes, comes or leaves."""
+"""A custom loop continues when a worker is killed, freezes, joins or leaves."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
         ("0 1", [], ""),
         ("", ["--no-elastic"], ""),
         ("1", [], f"worker 1: {INSIDE}, inside its loop over world.steps, which the others went on with\n"),
-        ("1", ["--no-elastic"], f"its process is gone; worker 1 had ended before: {INSIDE}\n"),
+        ("1", ["--no-elastic"], f"its process is gone; worker 1 had exited before: {INSIDE}\n"),
     ],
     ids=["all", "at the end", "one", "one that is needed"],
 )

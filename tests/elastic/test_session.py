@@ -1,4 +1,4 @@
-"""What a worker says of a view that broke: who only left it is not out of reach."""
+"""What a worker reports of a failed view: a peer that left regularly is not unreachable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from tests.support.leftovers import within
 from tests.support.processes import run
 from unisono.elastic.session import ElasticSession

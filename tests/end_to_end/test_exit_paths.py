@@ -1,4 +1,4 @@
-"""Whole runs of the command: however they end, in one clear way, and what can be gone on with is."""
+"""Runs of the command end in one clear way, and can be resumed where that is possible."""
 
 from __future__ import annotations
 
@@ -23,55 +23,11 @@ import psutil
 import pytest
 
 from tests.support import processes
+from tests.support.command_runs import STACKS, TASK, command, events, last_step, said, under_way
 from tests.support.leftovers import session, within
 from unisono.checkpoint import checkpoints
 from unisono.cli import main
 
-TASK = """
-import os
-
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import unisono
-
-
-def task(*, fails: str = "", samples: int = 96, width: int = 32) -> unisono.Task:
-    random = torch.Generator().manual_seed(0)
-    x, y = torch.randn(samples, 8, generator=random), torch.randn(samples, 1, generator=random)
-    if fails == "nan":
-        y[11] = float("nan")
-    calls = iter(range(10**9))
-
-    def loss(output, batch):
-        if fails == "talk":
-            print("of a full disk nobody dies " * 100)
-        if fails == "raise" and os.environ["UNISONO_RANK"] == "1" and next(calls) == 50:
-            raise ValueError("spilled milk")  # the user's line
-
-        last = os.environ["UNISONO_RANK"] == str(int(os.environ["UNISONO_SIZE"]) - 1)
-        if fails == "exit" and last and next(calls) == 50:
-            raise SystemExit(0)  # as sys.exit(0)
-        return (output - batch[1]).square().mean()
-
-    def weight(batch):
-        bad = fails == "weight at once" or (fails == "weight" and next(calls) >= 12 * 6)
-        return float("nan") if bad else 1.0
-
-    return unisono.Task(
-        weight=weight,
-        model=lambda: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)),
-        data=TensorDataset(x, y),
-        loss=loss,
-        defaults={"steps": 600, "global_batch": 24, "micro_batch": 4},
-    )
-
-
-def nothing():
-    return 3
-"""
-STACKS = os.environ | {"PYTHONFAULTHANDLER": "1"}  # printed when a process is aborted
 EXACT = ("--workers", "2", "--compress", "Exact()")
 
 
@@ -83,10 +39,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = unisono(at, "train", "own.py:task", *EXACT, "--run-dir", "whole")
     assert done.returncode == 0, done.stderr
     return at
-
-
-def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "unisono", *map(str, words)]
 
 
 def unisono(at: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -109,41 +61,6 @@ def _unisono(rank: int, size: int, at: Path, words: list[str]) -> tuple[int, str
         return code, out.read(), err.read()
 
 
-@contextmanager
-def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A training of `own.py` that has come to its tenth step; of which nothing may be left after the block."""
-    line = command("train", "own.py:task", "--run-dir", run, *words)
-    streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(line, cwd=at, env=STACKS, start_new_session=True, **streams) as process:
-        try:
-            assert within(90, lambda: last_step(at / run) >= 10), process.stderr
-            yield process
-            process.wait(90)
-            assert within(5, lambda: not session(process.pid)), session(process.pid)
-        finally:
-            for pid in session(process.pid):
-                os.kill(pid, signal.SIGKILL)
-
-
-def said(process: subprocess.Popen[str], seconds: float = 120) -> str:
-    """What a process that ends has written to stderr; with the stacks of its threads if it does not end."""
-    with suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=seconds)[1]
-    process.send_signal(signal.SIGABRT)
-    raise AssertionError(process.communicate(timeout=20)[1])
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    if not (run / "events.jsonl").exists():
-        return []
-    lines = [line for line in (run / "events.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def last_step(run: Path) -> int:
-    return max((event["step"] for event in events(run, "step")), default=0)
-
-
 def weights(run: Path) -> str:
     digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
     return digest
@@ -157,7 +74,7 @@ def came(run: Path) -> tuple[int, bool, str]:
 
 def goes_on(run: Path) -> str:
     """The last line of a command whose run can be resumed."""
-    return f"the run lies in {run}; go on with  unisono train --run-dir {run} --resume\n"
+    return f"the run directory is {run}; resume with  unisono train --run-dir {run} --resume\n"
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -184,7 +101,7 @@ def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(
             assert within(60, lambda: members() == 4)
             host.terminate()
             out, _ = host.communicate(timeout=30)
-        assert (host.returncode, out) == (0, "all workers of this host have left; the run may go on without them\n")
+        assert (host.returncode, out) == (0, "all workers of this host have left; the run may continue without them\n")
         assert within(30, lambda: members() == 2)
         done = last_step(run)
         assert within(30, lambda: last_step(run) >= done + 10)
@@ -254,9 +171,9 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     ((step, _),) = checkpoints(run / "checkpoints")
     assert step == last_step(run) < 600
     ending = f"stopped on request after {step} of 600 steps"
-    assert f"interrupted by {number.name}: {ending}\nthe run lies in {run}; go on with  unisono train" in words
+    assert f"interrupted by {number.name}: {ending}\nthe run directory is {run}; resume with  unisono train" in words
     assert came(run) == (step, False, ending)
-    again = re.findall(r"go on with  unisono (.*)\n", words)
+    again = re.findall(r"resume with  unisono (.*)\n", words)
     done = unisono(home, *shlex.split(again[0]))
     assert done.returncode == 0, done.stderr
     assert f"going on from the checkpoint of step {step}" in done.stderr
@@ -467,7 +384,9 @@ def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[
     done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
     assert re.search(r"worker \d after \d+ steps: weight = nan: ", done.stderr), done.stderr
-    assert f"the run lies in {home / name}; go on with Config(run_dir='{home / name}', resume=True)" in done.stderr
+    assert (
+        f"the run directory is {home / name}; resume with Config(run_dir='{home / name}', resume=True)" in done.stderr
+    )
     assert (home / name / "config.toml").exists()
 
 
@@ -528,7 +447,7 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_end_the_run(
         assert done.returncode == 0, done.stderr
         told = [event["words"] for event in events(at / "run", "checkpoint failed")]
         assert all(done.stderr.count(f"note {words}\n") == 1 for words in told)
-        assert re.fullmatch(rf"checkpoint of step 20 was not written: {why}; training goes on", told[-1])
+        assert re.fullmatch(rf"checkpoint of step 20 was not written: {why}; training continues", told[-1])
         assert json.loads((at / "run" / "summary.json").read_text())["steps"] == 20
         assert not checkpoints(at / "run" / "checkpoints")
 
@@ -599,17 +518,17 @@ def test_a_place_that_cannot_be_written_is_named(home: Path, tmp_path: Path) -> 
 WRONG = {
     "digit": "task = digit: there is no such task; did you mean digits?",
     "own.py:tsk": "own.py has no function tsk; did you mean task?",
-    "own.py:nothing": "task = own.py:nothing: it gave an int, not a Task",
+    "own.py:nothing": "task = own.py:nothing: it returned an int, not a Task",
     "own.py:task --workers 7": "workers = 7: a step has only 6 micro-batches",
     "own.py:task --micro-batch 5": "micro_batch = 5: does not divide global_batch = 24; use micro_batch=4 or 6",
     "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",
     "own.py:task --layout Foo(": "layout = Foo(: not a literal call",
     "own.py:task --layout Layout(tensor=2)": "write --workers 2",
     "own.py:task --workers 2 --layout Layout(shard=4)": "and 2 are not a multiple; write --workers 4, or Lay",
-    "own.py:task --workers 3 --layout Layout(pipeline=3)": "cut between, so 1 to 2 stages; write Layout()",
+    "own.py:task --workers 3 --layout Layout(pipeline=3)": "2 units, so 1 to 2 stages; write Layout()",
     "own.py:task --workers 2 --layout Layout(pipeline=2,cuts=('9',))": "cuts = 9: Sequential has no module of that",
     "own.py:task --workers 2 --layout Layout(context=2)": "context = 2: Sequential on parts of a sequence: it cannot",
-    "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of one length, and sequences have",
+    "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of equal length, and sequences",
     "text --model.heads 3 --model.width 24 --workers 2 --layout Layout(tensor=2)": "not divide by 2; at most 3; write "
     "Layout()",
     "text --model.context 18 --workers 2 --layout Layout(context=2)": "length 18 here; write Layout(), or pad or cut "

@@ -1,4 +1,4 @@
-"""`unisono train` and a custom loop under the launchers of others, for real: the same weights as under our own."""
+"""`unisono train` and a custom loop under torchrun, mpirun and Slurm: the same weights as under our launcher."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ for _ in range(9):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("sys.exit(0)", "; worker 1 had ended before: user code called sys.exit(0) on leaving.py:10 <module>\n"),
+        ("sys.exit(0)", "; worker 1 had exited before: user code called sys.exit(0) on leaving.py:10 <module>\n"),
         ("raise ValueError('bad')", "\n\nworker 1 failed: ValueError: bad\n"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The campaign's short form."""
+"""The subset of `tests.campaigns.layouts` for the test suite."""
 
 from __future__ import annotations
 

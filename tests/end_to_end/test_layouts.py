@@ -1,4 +1,4 @@
-"""Whole runs under layouts, on real processes: they compute what one worker computes on the same micro-batches."""
+"""Runs under layouts on real processes compute what one worker computes on the same micro-batches."""
 
 from __future__ import annotations
 

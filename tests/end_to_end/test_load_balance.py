@@ -1,4 +1,4 @@
-"""Unequal workers in whole runs: steps are quicker, weights the same, and who lags far is named."""
+"""Workers of unequal speed: steps are faster, weights are the same, and stragglers are named."""
 
 from __future__ import annotations
 

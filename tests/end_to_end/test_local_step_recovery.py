@@ -1,5 +1,4 @@
-"""Replicas that walk by themselves: workers are killed, leave and come, and each sample is learned from as often as if
-nothing had happened."""
+"""With local steps, workers are killed, leave and join, and each sample still counts as often as without faults."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.end_to_end.test_exit_paths import TASK, events, last_step, said, under_way
+from tests.support.command_runs import TASK, events, last_step, said, under_way
 from tests.support.leftovers import session, within
 from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Progress, named_state
-from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
+from unisono.elastic.transfer import LocalTensors, differing, mean_of, state_digest
 from unisono.launch import WorkerContext, WorkerIdentity
 from unisono.membership import Policy, View
 from unisono.observe import ThreadTracker
@@ -263,7 +262,7 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
         optimizer.zero_grad()
 
     def now() -> tuple[str, Progress | None]:
-        return digest(*named_state(model, optimizer, Progress())), milestone.progress
+        return state_digest(*named_state(model, optimizer, Progress())), milestone.progress
 
     milestone = Snapshot()
     assert milestone.restore(model, optimizer) is None

@@ -1,4 +1,4 @@
-"""Whole runs on real processes: what is computed does not depend on how many workers there are."""
+"""Runs on real processes: the result does not depend on the number of workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every synchronizer trains real digits on real processes, with checkpoints and evaluations; and any opens any's
-checkpoint."""
+"""Every synchronizer trains real digits on real processes, and opens the checkpoints of every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs over two hosts, started by torchrun or by hand: the same bits as on one, and no hang when one host is lost."""
+"""Runs on two hosts, started by torchrun or by hand: the same bits as on one, and no hang when a host is lost."""
 
 from __future__ import annotations
 

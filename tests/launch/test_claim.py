@@ -1,4 +1,4 @@
-"""Processes that a worker starts are not workers, though they inherit its environment."""
+"""Processes that a worker starts are not workers, although they inherit its environment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def claimed(environ: dict[str, str]) -> dict[str, str]:
         (claimed(TORCHRUN) | OURS.environ(), CHILD, OURS),
     ],
 )
-def test_who_a_process_is_when_another_has_taken_the_identity(environ, process, identity) -> None:
+def test_identity_of_a_process_when_another_has_claimed_it(environ, process, identity) -> None:
     assert identify(unclaimed(environ, process)) == identity
 
 
@@ -110,5 +110,5 @@ world.close()
 
 
 @pytest.mark.long
-def test_a_script_that_a_worker_starts_is_alone_or_what_its_own_launcher_says(tmp_path: Path) -> None:
+def test_a_script_that_a_worker_starts_has_no_identity_or_that_of_its_own_launcher(tmp_path: Path) -> None:
     assert said(tmp_path, CHILDREN, *LAUNCH).splitlines() == ["child 0 of 1 1.0", "child 0 of 2 1.0"]

@@ -1,4 +1,4 @@
-"""Who a worker is, by tables: environments in, identities or sentences out."""
+"""The identity of a worker, by tables: environment variables in, identities or messages out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MPI_URL = identify(OPEN_MPI).rendezvous
         (SLURM_JOB | {"SLURM_STEP_ID": str(0xFFFFFFFA)}, ALONE),  # an interactive shell of salloc
     ],
 )  # fmt: skip
-def test_an_environment_says_who_a_worker_is(environ: dict[str, str], identity: WorkerIdentity) -> None:
+def test_an_environment_identifies_a_worker(environ: dict[str, str], identity: WorkerIdentity) -> None:
     assert identify(environ) == identity
 
 
@@ -122,7 +122,7 @@ def test_our_own_variables_are_read_back() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_neighbouring_jobs_meet_at_other_ports(step: int) -> None:
+def test_consecutive_jobs_use_different_ports(step: int) -> None:
     environs = [ONE_NODE | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(1000)]
     assert len({identify(environ).rendezvous for environ in environs}) == 1000
 

@@ -1,4 +1,4 @@
-"""Which processes are seen to want a processor, and which not."""
+"""Which processes count as runnable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wants(pid: int, seconds: float = 0.3) -> bool:
 @pytest.mark.parametrize(("code", "stopped", "expected"), [
     (HOLDS_THE_INTERPRETER, False, True), (HOLDS_THE_INTERPRETER, True, False), (WAITS, False, False),
 ])  # fmt: skip
-def test_who_computes_wants_a_processor_and_who_waits_or_is_stopped_does_not(code, stopped, expected) -> None:
+def test_a_computing_process_is_runnable_and_a_waiting_or_stopped_one_is_not(code, stopped, expected) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

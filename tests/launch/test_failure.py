@@ -23,12 +23,14 @@ from unisono.system.exit_status import describe_exit
         ([(2, 1.0, False), (1, 1.0, False)], 1),
     ],
 )
-def test_the_earliest_that_is_no_consequence(failures: list[tuple[int, float, bool]], rank: int) -> None:
+def test_the_earliest_failure_that_is_no_consequence_is_the_cause(
+    failures: list[tuple[int, float, bool]], rank: int
+) -> None:
     found = first_cause([Failure(*failure[:2], "…", consequence=failure[2]) for failure in failures])
     assert found.rank == rank
 
 
-def test_who_had_ended_before_is_named() -> None:
+def test_workers_that_exited_before_are_named() -> None:
     found = first_cause([Failure(0, 1.0, "worker 1 lost", consequence=True)], {1: "its script finished"})
     assert found.reason == "worker 1 lost; worker 1 had exited before: its script finished"
     found = first_cause([Failure(0, 1.0, "ValueError: bad")], {1: "its script finished"})
@@ -44,7 +46,7 @@ def test_who_had_ended_before_is_named() -> None:
         (-63, "killed by signal 63"),
     ],
 )
-def test_an_end_in_words(status: int, said: str) -> None:
+def test_exit_statuses_as_text(status: int, said: str) -> None:
     assert describe_exit(status) == said
 
 

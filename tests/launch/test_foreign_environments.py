@@ -1,4 +1,4 @@
-"""The launchers of others, for real: what they put into the environment is what `identify` reads."""
+"""Other launchers, for real: `identify` reads the environment variables that they set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TELL = [sys.executable, str(Path(slurm_cluster.__file__).with_name("print_identi
 
 
 def told(command: Sequence[str], environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What the workers said of themselves, by rank; all must meet at one place."""
+    """What each worker reported, by rank; all must have the same rendezvous."""
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     workers = sorted(map(json.loads, done.stdout.splitlines()), key=lambda worker: worker["rank"])

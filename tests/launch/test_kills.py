@@ -1,4 +1,4 @@
-"""The campaign itself, on a toy and in its short form."""
+"""The campaign `tests.campaigns.kills` itself, on a toy, and its short form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local launcher with real workers: results, failures, names, logs."""
+"""The launcher with real workers: results, failures, names, logs."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_a_failure_ends_the_others_and_comes_with_its_traceback(tmp_path: Path) 
     assert (tmp_path / "worker-0.log").read_text() == ""
 
 
-def test_a_cause_wins_over_its_consequence_that_was_heard_before(tmp_path: Path) -> None:
+def test_a_cause_is_reported_although_its_consequence_arrived_before(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start("fail_as_consequence", tmp_path, workers=2)
     assert (caught.value.rank, caught.value.reason) == (1, "killed by SIGKILL (out of memory?)")
 
 
-def test_a_consequence_without_a_cause_is_told_and_the_stubborn_are_killed(tmp_path: Path) -> None:
+def test_a_consequence_without_a_cause_is_reported_and_workers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start("only_lose_peers", tmp_path, workers=2)
     assert caught.value.rank == 0
@@ -109,7 +109,7 @@ def test_invalid_input_comes_through_as_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "said"), [("vanish", "without a result"), ("unspeakable", "TypeError")])
-def test_a_worker_must_leave_a_result(target: str, said: str, tmp_path: Path) -> None:
+def test_a_worker_must_return_a_result(target: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=said):
         start(target, tmp_path, workers=1)
 
@@ -126,7 +126,7 @@ def test_sys_exit_without_a_code_is_no_failure(code: Any, tmp_path: Path) -> Non
     assert start("leave", tmp_path, code, workers=2) == [None, None]
 
 
-def test_an_unknown_target_is_told_with_its_name(tmp_path: Path) -> None:
+def test_an_unknown_target_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="no_such_function"):
         start("no_such_function", tmp_path, workers=1)
 

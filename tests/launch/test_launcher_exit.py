@@ -1,55 +1,20 @@
-"""However the launcher ends, nothing of its run stays: no process, no temporary file."""
+"""However the launcher ends, it leaves no process and no temporary file."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-import subprocess
-import sys
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests.support.launchers import await_running, code, toy
 from tests.support.leftovers import processes, within
-from tests.support.processes import ignoring
 from unisono.launch.forkserver import ForkServer
 
-ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
-
-
-@contextmanager
-def toy(
-    marker: str,
-    logs: Path,
-    target: str,
-    *preload: str,
-    module: str = "tests.support.toy_launcher",
-    ignored: Iterable[int] = (),
-) -> Iterator[subprocess.Popen[str]]:
-    """A launcher under way, started with signals `ignored`, of which nothing may be left 5 seconds after the block."""
-    command = [sys.executable, "-m", module, marker, str(logs), target, *preload]
-    temporary = logs / "temporary"
-    temporary.mkdir()
-    environ = os.environ | {"TMPDIR": str(temporary)}
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignoring(*ignored)
-    ) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "starting\n"
-        try:
-            yield launcher
-            launcher.wait(timeout=20)
-            assert within(5, lambda: not processes(marker)), processes(marker)
-            assert within(5, lambda: not list(temporary.iterdir())), list(temporary.rglob("*"))
-        finally:
-            for pid in processes(marker):
-                with suppress(ProcessLookupError):  # it ends by itself meanwhile
-                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -57,24 +22,15 @@ def marker() -> str:
     return f"toy-{uuid.uuid4().hex}"
 
 
-def await_running(launcher: subprocess.Popen[str], workers: int = 3) -> None:
-    assert launcher.stdout is not None
-    assert sorted(launcher.stdout.readline() for _ in range(workers)) == [f"running {i}\n" for i in range(workers)]
-
-
-def code(number: signal.Signals) -> int:
-    return -number if number is signal.SIGKILL else 128 + number
-
-
 @pytest.mark.parametrize("number", SIGNALS)
-def test_before_the_forkserver_is_up(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+def test_signal_before_the_fork_server_has_started(number: signal.Signals, marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "wait_for_stop") as launcher:
         launcher.send_signal(number)
     assert launcher.returncode in (code(number), -number)  # Python may not have installed any handler yet
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_while_the_forkserver_imports(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+def test_signal_while_the_fork_server_imports(number: signal.Signals, marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "wait_for_stop", "tests.support.slow_import") as launcher:
         assert within(10, lambda: f"{marker} forkserver" in processes(marker).values())
         launcher.send_signal(number)
@@ -92,7 +48,7 @@ def test_while_the_workers_run(number: signal.Signals, marker: str, tmp_path: Pa
     assert launcher.returncode == code(number)
 
 
-def test_a_launcher_that_dies_before_it_reads_that_the_forkserver_is_ready() -> None:
+def test_a_launcher_that_is_killed_before_it_reads_that_the_fork_server_is_ready() -> None:
     """The kernel then says that the connection was reset, and not that it has ended."""
     server = ForkServer([], f"unread-{uuid.uuid4().hex}")
     assert server._control is not None
@@ -105,8 +61,8 @@ def test_a_launcher_that_dies_before_it_reads_that_the_forkserver_is_ready() -> 
     server.close()
 
 
-def test_nobody_is_told_where_workers_meet_before_the_directory_is_there() -> None:
-    """Arguments can be read by every user of the host; who knew the name could make it first."""
+def test_the_rendezvous_directory_is_not_public_before_it_exists() -> None:
+    """Every user of the host can read arguments; with the name, another user could create the directory first."""
     with ForkServer([], f"secret-{uuid.uuid4().hex}") as server:
         process = Path(f"/proc/{server._process.pid}")
         for told in ("cmdline", "environ"):
@@ -124,7 +80,7 @@ def test_workers_come_to_a_step_boundary_and_their_results_are_kept(
         assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
 
 
-def test_a_terminal_that_closes_asks_more_than_once_and_kills_nobody(marker: str, tmp_path: Path) -> None:
+def test_a_terminal_that_closes_sends_several_signals_and_kills_no_worker(marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "stop_slowly") as launcher:
         await_running(launcher)
         launcher.send_signal(signal.SIGHUP)
@@ -179,7 +135,7 @@ def test_a_killed_worker_ends_the_run(marker: str, tmp_path: Path) -> None:
     assert launcher.returncode == 1
 
 
-def test_workers_outlive_a_forkserver_that_is_killed(marker: str, tmp_path: Path) -> None:
+def test_workers_continue_when_the_fork_server_is_killed(marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "wait_for_stop") as launcher:
         await_running(launcher)
         kill(marker, "forkserver")
@@ -190,7 +146,7 @@ def test_workers_outlive_a_forkserver_that_is_killed(marker: str, tmp_path: Path
         assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
 
 
-def test_without_a_forkserver_workers_die_with_the_launcher(marker: str, tmp_path: Path) -> None:
+def test_without_a_fork_server_workers_are_killed_with_the_launcher(marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "ignore_stop") as launcher:
         await_running(launcher)
         kill(marker, "forkserver")

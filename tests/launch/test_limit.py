@@ -1,4 +1,4 @@
-"""A number of workers that would stop the host is refused before anything is there."""
+"""A number of workers that would exhaust the host is refused before anything is started."""
 
 from __future__ import annotations
 

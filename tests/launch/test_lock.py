@@ -1,4 +1,4 @@
-"""One command at a time has a run's directory: it, and the workers that write there for it."""
+"""One command at a time may write to a run directory, with the workers that it started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def taken(directory: Path, holder: Holder | None = None) -> None:
         pass
 
 
-def test_a_second_command_is_refused_with_who_holds_it_and_since_when(tmp_path) -> None:
+def test_a_second_command_is_refused_with_the_holder_and_its_start_time(tmp_path) -> None:
     with holding(tmp_path) as workers:
         with pytest.raises(InvalidInput) as refused:
             taken(tmp_path)
@@ -86,7 +86,7 @@ def test_a_worker_of_an_earlier_command_is_refused(tmp_path) -> None:
         taken(tmp_path, earlier)
 
 
-def test_workers_that_outlive_their_launcher_keep_it(tmp_path, monkeypatch) -> None:
+def test_workers_that_run_longer_than_their_launcher_keep_the_lock(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lock, "_EXIT_SECONDS", 0.2)
     with holding(tmp_path) as command:
         with holding(tmp_path, named(tmp_path)):

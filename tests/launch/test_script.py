@@ -1,4 +1,4 @@
-"""A user's script under the launcher does what it does under plain Python, in every worker."""
+"""A user's script runs under the launcher as under plain Python, in every worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ print(sys.argv, sys.path[0], __name__, os.path.basename(__file__), beside.name, 
 
 
 def run(script: Path, *arguments: str, workers: int = 3) -> str:
-    """What worker 0 said on the launcher's terminal."""
+    """The output of worker 0 on the launcher's terminal."""
     shown = io.BytesIO()
     logs = script.parent / "logs"
     launch_script(script, arguments, LaunchOptions(logs, workers, echo=shown), fork_server=start_fork_server(()))

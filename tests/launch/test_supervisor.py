@@ -1,4 +1,4 @@
-"""Workers are killed, leave, fail and hang, and so do the coordinator and the launcher: what becomes of the others."""
+"""Workers, coordinator or launcher are killed, leave, fail or hang: what happens to the other workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_launcher_exit import await_running, code, toy
+from tests.support.launchers import await_running, code, toy
 from tests.support.leftovers import processes, within
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, LaunchOptions, launch, supervisor
@@ -38,8 +38,8 @@ class Drill:
         self.views: dict[str, tuple[int, frozenset[str]]] = {}
         self.notices: list[str] = []
         self.lock = threading.Lock()
-        # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
-        self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
+        # Heartbeats are missed only after seconds: the launcher reports exits before.
+        self.policy = Policy(**{"expected_workers": 3, "max_workers": 3, "heartbeat_seconds": 2.0, **policy})
 
     def run(self, target: str = "train", *arguments: Any) -> list[Any]:
         with CoordinatorProcess(
@@ -86,7 +86,7 @@ class Drill:
 
 
 def together(*names: str) -> Callable[[Drill], bool]:
-    """All of them are in one view, and nobody else is."""
+    """Whether one view has exactly these members."""
     return lambda drill: (
         {drill.views.get(name, name) for name in names}
         in ({(number, frozenset(names))} for number, _ in drill.views.values())
@@ -101,7 +101,7 @@ def done(drill: Drill) -> None:
     drill.finish.touch()
 
 
-def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> None:
+def test_killed_workers_are_replaced_and_the_run_completes(tmp_path) -> None:
     drill = Drill(tmp_path, [
         (together("0", "1", "2"), killed("1")),
         (together("0", "1.2", "2"), killed("1.2", signal.SIGSEGV)),
@@ -117,13 +117,13 @@ def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> Non
     assert "the process of 1 has exited" in drill.log.read_text()
 
 
-def test_the_logs_of_one_place_are_one_file(tmp_path) -> None:
+def test_all_processes_of_a_slot_write_one_log(tmp_path) -> None:
     drill = Drill(tmp_path, [(together("0", "1", "2"), killed("1")), (together("0", "1.2", "2"), done)])
     drill.run()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"worker-{place}.log" for place in range(3)}
 
 
-def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
+def test_a_worker_that_was_asked_to_leave_is_not_replaced(tmp_path) -> None:
     drill = Drill(tmp_path, [
         (together("0", "1", "2"), killed("1", signal.SIGTERM)),
         (lambda drill: together("0", "2")(drill) and bool(drill.notices), done),
@@ -134,7 +134,7 @@ def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
     assert set(drill.pids) == {"0", "1", "2"}
 
 
-def test_when_all_have_left_the_run_was_interrupted(tmp_path) -> None:
+def test_a_run_that_all_workers_have_left_was_interrupted(tmp_path) -> None:
     with pytest.raises(
         Interrupted, match="SIGTERM: every worker was asked to leave before the run was over"
     ) as stopped:
@@ -142,7 +142,7 @@ def test_when_all_have_left_the_run_was_interrupted(tmp_path) -> None:
     assert stopped.value.exit_code == 143
 
 
-def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_what_it_knew(tmp_path) -> None:
+def test_a_killed_coordinator_is_restarted_at_the_same_port_with_its_state(tmp_path) -> None:
     def strike(drill: Drill) -> None:
         drill.url = drill.coordination.url
         os.kill(drill.coordination.pid, signal.SIGKILL)
@@ -158,7 +158,7 @@ def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_wha
     assert formed == [str(1 + number) for number in range(len(formed))]
 
 
-def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
+def test_workers_of_another_launcher_join_and_leave(tmp_path) -> None:
     def call(drill: Drill) -> None:
         drill.results = drill.join("other")
 
@@ -167,7 +167,7 @@ def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
         (together("0", "1", "2", "other:0"), killed("other:0")),
         (together("0", "1", "2", "other:0.2"), killed("other:0.2", signal.SIGTERM)),
         (together("0", "1", "2"), done),
-    ], maximum=4)  # fmt: skip
+    ], max_workers=4)  # fmt: skip
     assert drill.run()[0] is not None
     assert drill.results() == [None]
     assert not drill.acts
@@ -176,7 +176,7 @@ def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
-def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
+def test_a_slot_in_which_every_process_fails_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.5)
     drill = Drill(tmp_path)  # the first view waits for three
     with pytest.raises(WorkerFailed, match=f"worker 1 failed: {reason}"):
@@ -185,7 +185,7 @@ def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path
 
 
 @pytest.mark.parametrize(("how", "said"), [("wrong", "ValueError: the user's own"), ("lost", "worker 1 lost during")])
-def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatch) -> None:
+def test_an_error_that_a_replacement_would_repeat_ends_the_run(how, said, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.5)
     drill = Drill(tmp_path)
     with pytest.raises(WorkerFailed, match=said):
@@ -193,12 +193,12 @@ def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatc
     assert set(drill.pids) <= {"0", "1", "2"}
 
 
-def test_who_hangs_when_the_result_is_there_is_killed(tmp_path, monkeypatch) -> None:
+def test_a_worker_that_hangs_after_the_result_is_killed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "_FINISH_SECONDS", 0.5)
     assert Drill(tmp_path).run("stay") == [{"name": "0"}, None, None]
 
 
-def test_ctrl_c_stops_all_and_takes_nobody_for_dead(tmp_path) -> None:
+def test_ctrl_c_stops_all_and_counts_no_worker_as_failed(tmp_path) -> None:
     drill = Drill(tmp_path, [(together("0", "1", "2"), lambda drill: os.kill(os.getpid(), signal.SIGINT))])
     with pytest.raises(Interrupted) as stopped:
         drill.run()
@@ -229,8 +229,8 @@ def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) 
     assert launcher.returncode == code(number)
 
 
-class Nobody:
-    """Does not care which processes there are."""
+class NoObserver:
+    """An observer that ignores all processes."""
 
     step_count = StepCount()
 
@@ -255,13 +255,13 @@ STEP = {"kind": "step"}
 
 
 def causes(policy: RestartFailed, places: Sequence[int]) -> list[str]:
-    """Why the run is given up after each of these deaths; empty where it goes on."""
+    """Why the run fails after each of these failures; empty if it continues."""
     found = [policy.worker_failed(fallen(place), 3, 99.0).failure for place in places]
     return ["" if cause is None else cause.error().args[0] for cause in found]
 
 
-def test_losses_without_a_step_between_them_are_what_counts() -> None:
-    policy = RestartFailed(4, Nobody())
+def test_only_failures_without_a_step_between_them_count() -> None:
+    policy = RestartFailed(4, NoObserver())
     for _ in range(3):
         assert causes(policy, [1, 1]) == [""] * 2
         policy.on_message(STEP)
@@ -272,8 +272,8 @@ def test_losses_without_a_step_between_them_are_what_counts() -> None:
     ]
 
 
-def test_many_dead_all_over_the_place_end_a_run_too() -> None:
-    found = causes(RestartFailed(4, Nobody()), [0, 1, 2, 3] * 2)
+def test_many_failures_in_several_slots_end_a_run_too() -> None:
+    found = causes(RestartFailed(4, NoObserver()), [0, 1, 2, 3] * 2)
     assert found[:-1] == [""] * 7
     assert found[-1] == (
         "worker 0 failed: killed by SIGKILL; 8 processes of 4 workers were lost in a row without a step in between "
@@ -282,8 +282,8 @@ def test_many_dead_all_over_the_place_end_a_run_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
-def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[RestartFailed]) -> None:
-    elsewhere = Nobody()
+def test_steps_count_if_worker_0_belongs_to_another_launcher(kind: type[RestartFailed]) -> None:
+    elsewhere = NoObserver()
     policy = kind(4, elsewhere)
     for step in range(9):
         elsewhere.step_count = StepCount(step + 1, step + 1)
@@ -291,10 +291,10 @@ def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[Res
     assert [bool(each) for each in causes(policy, [1, 1])] == [False, True]
 
 
-def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
-    """What it said of itself may be some seconds old."""
+def test_the_step_count_is_fetched_before_a_run_fails() -> None:
+    """The count that it reported last may be some seconds old."""
 
-    class Late(Nobody):
+    class Late(NoObserver):
         def fetch_step_count(self) -> StepCount:
             self.step_count = StepCount(1, 1)
             return self.step_count
@@ -303,9 +303,9 @@ def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
     assert [bool(each) for each in found] == [False] * 5 + [True]
 
 
-def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
-    """As where each process dies in the same step, and those before it are taken again."""
-    elsewhere = Nobody()
+def test_steps_that_are_repeated_each_time_do_not_count_forever() -> None:
+    """As if each process failed in the same step, and the steps before were repeated."""
+    elsewhere = NoObserver()
     policy = RestartFailed(4, elsewhere)
     found = []
     for death in range(14):
@@ -320,11 +320,11 @@ def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
 
 
 @pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
-def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[RestartFailed]) -> None:
+def test_a_replacement_with_another_task_is_refused_and_the_others_continue(kind: type[RestartFailed]) -> None:
     refused = replace(
         fallen(1), original=("TaskMismatch", ["samples", "8", "the run has 9", "give every host the same"])
     )
-    policy = kind(2, Nobody())
+    policy = kind(2, NoObserver())
     policy.next_name(1)
     assert policy.worker_failed(refused, 1, 1.0).failure is refused, "one of the first"
     policy.next_name(1)
@@ -332,15 +332,15 @@ def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: t
     assert found.notice.startswith("worker 1.2 cannot take part, 1 continues without it: samples = 8: the run has 9")
     assert found.failure is None
     assert found.restart_in_seconds is None
-    assert policy.worker_failed(refused, 0, 1.0).failure is refused, "nobody is left"
+    assert policy.worker_failed(refused, 0, 1.0).failure is refused, "no other worker is left"
 
 
-def test_a_launcher_that_joined_lacks_nothing() -> None:
-    assert JoinedLauncher(4, Nobody()).incomplete_reason([None]) == ""
+def test_a_launcher_that_joined_is_never_incomplete() -> None:
+    assert JoinedLauncher(4, NoObserver()).incomplete_reason([None]) == ""
 
 
-def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
-    others = Nobody()
+def test_the_restart_interval_grows_for_processes_that_fail_at_once() -> None:
+    others = NoObserver()
     policy = RestartFailed(4, others)
     pauses = []
     for step in range(9):
@@ -353,9 +353,9 @@ def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
     assert policy.worker_failed(fallen(1), 3, 99.0).restart_in_seconds == 0
 
 
-def test_who_lived_for_a_while_has_had_its_pause() -> None:
+def test_the_lifetime_of_a_process_counts_towards_the_restart_interval() -> None:
     """What counts is how often the others are held up."""
-    policy = RestartFailed(4, Nobody())
+    policy = RestartFailed(4, NoObserver())
     pauses = []
     for _ in range(6):
         pauses.append(policy.worker_failed(fallen(1), 3, 7.0).restart_in_seconds)

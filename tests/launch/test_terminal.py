@@ -85,7 +85,7 @@ if os.environ["RANK"] == os.environ.get("STOPS", "0"):
 
 
 @pytest.mark.long
-def test_a_worker_that_is_alone_is_debugged_as_in_plain_python(sessions, tmp_path: Path) -> None:
+def test_a_single_worker_is_debugged_as_in_plain_python(sessions, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     session = sessions("launch", "--workers", "1", "script.py")
     assert "before" in session.until(PROMPT)

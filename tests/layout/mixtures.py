@@ -1,4 +1,4 @@
-"""Mixtures of experts to be laid out: our own, one of transformers, and some that are written in other ways."""
+"""Mixtures of experts for layout tests: ours, one of transformers, and other implementations."""
 
 from __future__ import annotations
 

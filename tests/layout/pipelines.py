@@ -1,4 +1,4 @@
-"""Small models and worker programs for the tests of pipelines: ten steps cut into stages, and as a whole."""
+"""Small models and worker programs for the tests of pipelines: ten steps in stages, and unsplit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that compute again: the same bits, less memory, and no trace in names, buffers and random streams."""
+"""Recomputed blocks: the same bits, less memory, and unchanged names, buffers and random streams."""
 
 from __future__ import annotations
 

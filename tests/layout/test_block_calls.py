@@ -1,4 +1,4 @@
-"""Models whose workers do not all compute the same blocks: what is gathered, in which order, and what becomes of it."""
+"""Models whose ranks do not call the same blocks: what is unsharded, in which order, with which result."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def seen(build: Any, device: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_one_pass_shows_the_order_of_blocks_and_which_are_needed_otherwise(device: str) -> None:
-    unused = "is used while it is not called"
+    unused = "is used outside of its calls"
     assert seen(Stack, device) == (["0", "1", "2", "3"], {})
     assert seen(Backwards, device) == (["3", "0", "1", "2"], {})
     assert seen(Summing, device)[1].keys() == {"1"}
@@ -221,7 +221,7 @@ def test_workers_that_will_not_call_the_same_blocks_are_refused(layout, called, 
     """Otherwise they would wait for each other for ever in the first pass."""
     for said in run(2, _unlike, str(tmp_path), layout, called):
         assert said.startswith(
-            f"layout = {layout}: {name} is not called alike by workers 0 and 1 on their first samples"
+            f"layout = {layout}: {name} is called differently by workers 0 and 1 on their first samples"
         )
 
 
@@ -245,7 +245,7 @@ def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
 )
 def test_a_block_that_cannot_be_gathered_once_more_is_named(order: list[int], says: str, tmp_path: Path) -> None:
     for said in run(2, _twice, str(tmp_path), order):
-        assert said.startswith(f"layout = Layout(shard=2): {says} in a forward pass, and not so on the first samples")
+        assert said.startswith(f"layout = Layout(shard=2): {says} in a forward pass, but was not on the first samples")
 
 
 def test_what_nobody_uses_stays_as_it_is(tmp_path: Path) -> None:

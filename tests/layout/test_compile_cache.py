@@ -1,4 +1,4 @@
-"""Where native code is kept that was compiled for a model."""
+"""Where compiled code of a model is kept."""
 
 from __future__ import annotations
 

@@ -515,7 +515,7 @@ def test_models_that_place_their_tokens_are_the_same(place: str, size: int, bala
         (Tokens("counted"), "first in learned.*position_ids"),
         (Tokens("ends"), "first in learned"),
         (Tokens("by hand"), "scaled_dot_product_attention"),
-        (Tokens("distance"), "attn_mask.*does not say what they see.*is_causal=True"),
+        (Tokens("distance"), "attn_mask.*does not cover the other.*is_causal=True"),
         (Tokens("table", nn.Conv1d(16, 16, 3, padding=1)), "first in mixer"),
         (Tokens("table", nn.BatchNorm1d(16)), "first in mixer"),
     ],
@@ -695,7 +695,7 @@ def test_padding_needs_batches_in_attention() -> None:
     keys = torch.ones(2, 8, dtype=torch.bool)
     with (
         attending(alone_of_two(), SequenceSplit(8, 2), keys=keys),
-        pytest.raises(InvalidInput, match="give attention batches"),
+        pytest.raises(InvalidInput, match="pass attention batches"),
     ):
         F.scaled_dot_product_attention(*torch.rand(3, 2, 4, 4))
 
@@ -760,7 +760,7 @@ def test_decisions_by_what_a_part_computes_are_refused(decide: Any, says: str) -
 
 def test_who_decides_by_numbers_is_told_even_where_all_parts_agree(caplog: Any) -> None:
     verify(Wayward(lambda model, x: bool(model.up(x).isfinite().all())), (WAYWARD_INPUT,), 2)
-    assert "Wayward asks for numbers that it computes" in caplog.text
+    assert "Wayward branches on values that it computes" in caplog.text
     caplog.clear()
     verify(Wayward(lambda model, x: bool(WAYWARD_INPUT.isfinite().all())), (WAYWARD_INPUT,), 2)
     assert not caplog.text
@@ -785,7 +785,7 @@ def test_padding_that_is_no_part_of_a_batch_is_refused() -> None:
     assert keys.tolist() == [[True, True, False, False]]
     assert found["attention_mask"].tolist() == [[1, 1, 1, 1]]
     assert hide_padding({**batch, "attention_mask": torch.ones(1, 4)}, lambda each: each, 4)[1] is None
-    with pytest.raises(InvalidInput, match=r"attention_mask.*has to be part of the batch"):
+    with pytest.raises(InvalidInput, match=r"attention_mask.*must be part of the batch"):
         hide_padding(batch, lambda each: {"attention_mask": each["input_ids"] != 0}, 4)
 
 

@@ -1,4 +1,4 @@
-"""A model that is materialised part by part has the bits that it has when it is built at once."""
+"""A model that is materialized part by part has the bits of one that is built at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts over workers: found and tried, held in whole experts, computing what one worker computes."""
+"""Mixtures of experts over workers: detected, verified, split by whole experts, equal to one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels under each stage of ZeRO and in which numbers, and that gradients are the same sums under all."""
+"""What each ZeRO stage sends and in which dtype; all stages give the same gradient sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker holds of a laid-out model: its part, with the bits that the model has on one device."""
+"""What a rank holds of a parallelized model: its shard, with the bits of the model on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model cut into stages trains as the whole model does."""
+"""A model split into stages trains as the unsplit model does."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_other_sizes_compute_the_same_or_are_refused(model: Any) -> None:
         tokens = torch.randint(32, shape)
         expected, out = made(tokens), stages(tokens)
         torch.testing.assert_close(out["logits"], expected["logits"], atol=1e-5, rtol=1e-4)
-    with pytest.raises(InvalidInput, match="goes another way in this micro-batch"):
+    with pytest.raises(InvalidInput, match="branches on a size, which differs in this micro-batch"):
         stages(torch.zeros(2, 17, dtype=torch.long))
 
 
@@ -287,7 +287,7 @@ def normed_twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "sample", "stages", "cuts", "named"),
     [
-        (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would keep running statistics.*1.running_mean"),
+        (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would update running statistics.*1.running_mean"),
         (Branching, torch.ones(2, 8), 2, None, "Branching.*depends on the numbers in a tensor.*nn.Sequential"),
         (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 7"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),

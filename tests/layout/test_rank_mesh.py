@@ -1,4 +1,4 @@
-"""Who stands where: arithmetic."""
+"""Ranks in the mesh of a layout: arithmetic."""
 
 import pytest
 from hypothesis import given

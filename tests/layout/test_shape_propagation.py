@@ -1,4 +1,4 @@
-"""Models without numbers on inputs that have them."""
+"""Models on the meta device, with inputs that have values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in place of a unit that another stage computes."""
+"""Stub modules in place of units that another stage computes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_random_numbers_that_change_activations_leave_places_to_cut(through: Any
 def test_code_that_decides_by_numbers_what_it_calls_is_refused(through: Any, device: str) -> None:
     with torch.device(device):
         model = Blocks(through)
-    with pytest.raises(InvalidInput, match=r"pipeline = Blocks: no place to cut .*decides by numbers"):
+    with pytest.raises(InvalidInput, match=r"pipeline = Blocks: no cut point .*control flow depends on values"):
         cut_points(model, torch.ones(3, 4))
 
 

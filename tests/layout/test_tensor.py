@@ -1,4 +1,4 @@
-"""A model split over its matrices computes what the whole model computes, and says what it did not split."""
+"""A tensor-parallel model computes what the unsplit model computes, and logs what it did not split."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
     check(results)
     for name in GIVEN:
         plan = results[0][name, "sgd"]["plan"]
-        assert set(plan.whole.values()) == {"the plan that was given does not name it"} or not plan.whole
+        assert set(plan.whole.values()) == {"the given plan does not name it"} or not plan.whole
         assert results[0][name, "sgd"]["held"] < 1
     assert results[0]["text", "sgd"]["plan"].split.keys() == {
         f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("query_key_value", "output")
@@ -316,8 +316,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
         (
             3,
             {"body.4.down": "row"},
-            "plan = 'body.4.down': 'row': body.4.down: 64 inputs do not divide by tensor=3; "
-            "write tensor=4, or leave it out",
+            "plan = 'body.4.down': 'row': body.4.down: 64 inputs do not divide by tensor=3; write tensor=4, or omit it",
         ),
         (3, {"body.2.all": "column of thirds"}, "32 outputs in each of its 3 blocks do not divide by tensor=3; write "),
         (3, {"tokens": "vocabulary"}, "64 rows do not divide by tensor=3"),
@@ -326,7 +325,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
         (
             2,
             {"body.1": "row scattered"},
-            "plan = 'body.1': 'row scattered': body.1: a LayerNorm has no matrix to split; write it otherwise",
+            "plan = 'body.1': 'row scattered': body.1: a LayerNorm has no matrix to split; change it, or omit it",
         ),
         (2, {"body.4.gate_up": "column", "body.4.down": "row"}, "differs from the whole"),
         (2, {"tokens": "vocabulary"}, "its weight is also used by head, which is not split the same way"),
@@ -348,7 +347,7 @@ def test_where_the_models_own_plan_fails_what_is_found_is_taken() -> None:
     plan = derive(model, 2, (tokens(0),))
     assert {plan.split[f"body.0.{name}"] for name in ("keys", "queries", "values")} == {"column"}
     assert plan.because["body.0.back"].startswith("the model's own plan fails: ")
-    assert plan.whole["body.2.all"] == 'the model\'s own plan asks for "grouped_gemm", which is not built'
+    assert plan.whole["body.2.all"] == 'the model\'s own plan asks for "grouped_gemm", which is not supported'
     assert (plan.split["body.4.gate_up"], plan.split["body.4.down"]) == ("column gathered", "row scattered")
     assert plan.because["body.4.down"] == "the model's own plan"
     assert verify(model, plan, 2, (tokens(0),)).split == plan.split

@@ -1,35 +1,18 @@
-"""Workers at a coordinator that is a real server: views come, end and are left; and it may die in between."""
+"""Clients at a real coordinator server: views begin, end and are left, also when the server restarts."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
+from tests.support.coordinator import POLICY, TOKEN, serving
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
-from unisono.membership import client as attendance
+from unisono.membership import Agent, CoordinatorAddress, StateVersion
+from unisono.membership import client as client_module
 from unisono.membership.client import CoordinatorClient
 from unisono.membership.server.http_server import CoordinatorServer, Endpoint
-
-TOKEN = "a token"
-POLICY = Policy(min_workers=1, expected_workers=2, max_workers=3, heartbeat_seconds=2.0)  # the machine may be busy
-
-
-@contextmanager
-def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[CoordinatorServer]:
-    served = CoordinatorServer(Endpoint(port=port), policy, state, TOKEN)
-    thread = threading.Thread(target=served.run)
-    thread.start()
-    try:
-        yield served
-    finally:
-        served.stop()
-        thread.join()
 
 
 def attend(url: str, worker: str) -> tuple[CoordinatorClient, list[int]]:
@@ -37,13 +20,13 @@ def attend(url: str, worker: str) -> tuple[CoordinatorClient, list[int]]:
     return CoordinatorClient(CoordinatorAddress(url, TOKEN), Agent(worker, StateVersion()), aborted.append), aborted
 
 
-def part(worker: CoordinatorClient, number: int, digest: str) -> None:
-    """One more step, and the view is over."""
+def end_step(worker: CoordinatorClient, number: int, digest: str) -> None:
+    """Take one more step, and end the view."""
     worker.add_steps(number)
     worker.end_view(number, digest)
 
 
-def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
+def test_two_workers_train_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         with a, b:
@@ -64,7 +47,7 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 while b.version.step < step:
                     b.add_steps(1)
                 for each in (a, b):
-                    part(each, 1, "state")
+                    end_step(each, 1, "state")
                 second = c.next_view()
                 assert second is not None
                 assert second.members == (*first.members, "c")
@@ -77,14 +60,14 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 while not a.votes_to_end:
                     threading.Event().wait(0.01)
                 for each in (a, b, c):
-                    part(each, 2, "later")
+                    end_step(each, 2, "later")
                 assert c.next_view() is None
                 third = a.next_view()
                 assert third is not None
                 assert third.members == first.members
 
 
-def test_who_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
+def test_a_worker_that_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         (a, aborted), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         with a, b:
@@ -101,7 +84,7 @@ def test_who_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
             assert view.number == 2
 
 
-def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
+def test_a_restarted_coordinator_continues_with_the_same_view(tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         port = int(served.url.rsplit(":", 1)[1])
         (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
@@ -114,7 +97,7 @@ def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
         while not (a.votes_to_end and b.votes_to_end):
             threading.Event().wait(0.01)
         for each in (a, b):
-            part(each, 1, "state")
+            end_step(each, 1, "state")
         view = c.next_view()
         assert view is not None
         assert view.number == 2
@@ -122,21 +105,21 @@ def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "http://127.0.0.1", "ftp://a:1", "http://:80"])
-def test_what_is_no_address_is_refused(url) -> None:
+def test_an_invalid_address_is_refused(url) -> None:
     with pytest.raises(InvalidInput, match="write http://host:port"):
         attend(url, "a")
 
 
-def test_nobody_listens_where_somebody_does(tmp_path) -> None:
+def test_a_port_in_use_is_refused(tmp_path) -> None:
     with serving(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
         CoordinatorServer(Endpoint(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)
 
 
-def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr(attendance, "_REFUSED_SECONDS", 0.1)
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        contact = CoordinatorAddress(f"http://127.0.0.1:{nobody.getsockname()[1]}", TOKEN)
+def test_a_worker_of_an_ended_run_gives_up(monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "_REFUSED_SECONDS", 0.1)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # without listening
+        contact = CoordinatorAddress(f"http://127.0.0.1:{unused.getsockname()[1]}", TOKEN)
         with (
             CoordinatorClient(contact, Agent("late", StateVersion()), lambda number: None) as late,
             pytest.raises(InvalidInput, match="it does not respond any more"),
@@ -144,8 +127,8 @@ def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
             late.next_view()
 
 
-def test_who_was_heard_once_does_not_wait_for_ever_for_a_coordinator_that_is_gone(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(attendance, "_GONE_SECONDS", 0.1)
+def test_a_worker_gives_up_on_a_coordinator_that_is_gone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(client_module, "_GONE_SECONDS", 0.1)
     with serving(tmp_path / "state") as served:
         late, _ = attend(served.url, "late")
         while late._known is None:

@@ -1,4 +1,4 @@
-"""Beats that are heard past ASGI: what is answered is the same, and connections end as they should."""
+"""Heartbeats that bypass ASGI: answers are the same, and connections end as they should."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.campaigns.membership_fuzz import PATIENT, TOKEN, serving
-from tests.membership.test_fuzz import is_closed
+from tests.support.coordinator import is_closed
 from unisono.membership.server.service import HeartbeatRoute
 
-LATER = {"worker": "a", "count": 2, "known_view": 0, "known_status": "now"}  # knows all there is to know, and waits
+LATER = {"worker": "a", "count": 2, "known_view": 0, "known_status": "now"}  # knows the latest update, and waits
 
 
 def request(
@@ -37,13 +37,13 @@ def connected(folder: Path) -> Iterator[socket.socket]:
 
 
 def answered(wire: socket.socket) -> tuple[bytes, bytes]:
-    """The first line of the answer, and its body."""
-    said = b""
-    while b"\r\n\r\n" not in said:
-        said += (more := wire.recv(1 << 16))
-        assert more, said
-        said = said.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    head, _, body = said.partition(b"\r\n\r\n")
+    """The first line of the response, and its body."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += (more := wire.recv(1 << 16))
+        assert more, received
+        received = received.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
     while len(body) < length:
         body += wire.recv(1 << 16)
@@ -53,8 +53,8 @@ def answered(wire: socket.socket) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("how", [
     {}, {"path": "/v1/beat?"}, {"extra": "expect: 100-continue\r\n"}, {"extra": "connection: close\r\n"},
     {"version": "1.0"},
-], ids=["as workers do", "a path of another look", "to be continued", "closing", "an old version"])  # fmt: skip
-def test_a_beat_is_answered_alike_however_it_comes(how, tmp_path) -> None:
+], ids=["as workers do", "another form of the path", "expect", "closing", "an old version"])  # fmt: skip
+def test_responses_do_not_depend_on_the_form_of_the_request(how, tmp_path) -> None:
     with connected(tmp_path) as wire:
         wire.sendall(request({"worker": "a", "count": 1}, **how))
         line, body = answered(wire)
@@ -65,13 +65,13 @@ def test_a_beat_is_answered_alike_however_it_comes(how, tmp_path) -> None:
 @pytest.mark.parametrize(("message", "token", "status"), [
     ({"worker": "a"}, TOKEN, b"422"), ({"worker": "a", "count": 1}, "another", b"401"), ([], TOKEN, b"422"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said(message, token, status, tmp_path) -> None:
+def test_the_status_says_what_is_wrong(message, token, status, tmp_path) -> None:
     with connected(tmp_path) as wire:
         wire.sendall(request(message, token=token))
         assert status in answered(wire)[0]
 
 
-def test_what_fails_is_an_error_of_the_server(tmp_path, monkeypatch, caplog) -> None:
+def test_a_failure_is_an_error_of_the_server(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(HeartbeatRoute, "receive", lambda *_: 1 / 0)
     with connected(tmp_path) as wire:
         wire.sendall(request({"worker": "a", "count": 1}))
@@ -79,7 +79,7 @@ def test_what_fails_is_an_error_of_the_server(tmp_path, monkeypatch, caplog) -> 
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_beats_and_other_calls_take_turns_on_one_connection(tmp_path) -> None:
+def test_heartbeats_and_other_requests_alternate_on_one_connection(tmp_path) -> None:
     with connected(tmp_path) as wire:
         for count in (1, 2, 3):
             wire.sendall(request({"worker": "a", "count": count}))
@@ -88,19 +88,19 @@ def test_beats_and_other_calls_take_turns_on_one_connection(tmp_path) -> None:
             assert b" 204 " in wire.recv(1 << 16)
 
 
-def test_who_asks_again_before_it_is_answered_is_hung_up_on(tmp_path) -> None:
+def test_a_second_request_before_the_response_closes_the_connection(tmp_path) -> None:
     with connected(tmp_path) as wire:
         wire.sendall(request(LATER) + request(LATER))
         assert is_closed(wire)
 
 
-def test_that_who_waits_has_hung_up_is_noticed(tmp_path, monkeypatch) -> None:
-    noticed, heard, hung_up = threading.Event(), threading.Event(), HeartbeatRoute.disconnected
-    hear = HeartbeatRoute.receive
-    monkeypatch.setattr(HeartbeatRoute, "receive", lambda *given: (hear(*given), heard.set())[0])
-    monkeypatch.setattr(HeartbeatRoute, "disconnected", lambda *given: (hung_up(*given), noticed.set())[0])
+def test_a_disconnect_of_a_waiting_worker_is_noticed(tmp_path, monkeypatch) -> None:
+    noticed, received = threading.Event(), threading.Event()
+    disconnected, receive = HeartbeatRoute.disconnected, HeartbeatRoute.receive
+    monkeypatch.setattr(HeartbeatRoute, "receive", lambda *given: (receive(*given), received.set())[0])
+    monkeypatch.setattr(HeartbeatRoute, "disconnected", lambda *given: (disconnected(*given), noticed.set())[0])
     with connected(tmp_path) as wire:
         wire.sendall(request(LATER))
-        assert heard.wait(20)
+        assert received.wait(20)
         wire.close()
         assert noticed.wait(20)

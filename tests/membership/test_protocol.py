@@ -1,5 +1,7 @@
-"""The protocol under everything that can happen to it: one view of each number, nothing committed lost, no step done
-twice or left out, and training goes on."""
+"""The membership protocol under all faults.
+
+There is one view of each number, no committed step is lost, none is done twice or left out, and training continues.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.membership.cluster_faults import FAULTS, inject, settled
 from tests.membership.virtual_cluster import Network, World
 from unisono.membership import Policy, ViewEnded, ViewStatus
 
 CALM = Policy(min_workers=1, expected_workers=4, max_workers=6, join_timeout_seconds=5.0)
-
-
-def settled(world: World, seconds: float = 60.0) -> None:
-    """Once all is well again, all who are there (and have a seat) train together before long."""
-    world.heal()
-    world.run(seconds)
-    before = world.steps
-    world.run(8.0)
-    world.check()
-    if world.over:
-        world.run(10.0)
-        assert not world.present(), "somebody stays when all is done"
-        return
-    present = world.present()
-    if len(present) >= max(world.policy.min_workers, world.policy.replica_size):
-        assert world.steps > before, "no progress"
-        seats = min(len(present), world.policy.max_workers) // world.policy.replica_size * world.policy.replica_size
-        newest = world.views[max(world.views)]
-        assert len(newest.members) == seats, "somebody is left out"
 
 
 def test_without_faults_there_is_one_view() -> None:
@@ -43,7 +27,7 @@ def test_without_faults_there_is_one_view() -> None:
     settled(world, 1.0)
 
 
-def test_a_death_that_was_seen_costs_no_committed_step_and_a_fraction_of_a_second() -> None:
+def test_a_reported_exit_costs_no_committed_step_and_a_fraction_of_a_second() -> None:
     world = World(CALM, 4, seed=1)
     world.run(5.0)
     before = world.steps
@@ -54,17 +38,18 @@ def test_a_death_that_was_seen_costs_no_committed_step_and_a_fraction_of_a_secon
     settled(world)
 
 
-STEADY = Network(0.01, 0.01)  # every message takes as long
+STEADY = Network(0.01, 0.01)  # every message takes the same time
 SELDOM = Policy(
     min_workers=1, expected_workers=4, max_workers=6, heartbeat_seconds=50.0, join_timeout_seconds=300.0
-)  # no beat, no tick helps
+)  # no heartbeat or tick helps
 
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_death_costs_five_messages_one_after_the_other(seen, seed) -> None:
-    """That it was seen; that the view ends; a survivor is torn out of its wait; that it has ended; that there is a new
-    one. Where it was not seen, a survivor's word that it lost the others stands for the first two."""
+def test_recovery_from_an_exit_takes_five_messages_in_sequence(seen, seed) -> None:
+    """The exit is reported; the view ends; a survivor aborts its operation; it reports the end; the next view is sent.
+
+    If the exit is not reported, a survivor's report that it lost the others replaces the first two."""
     world = World(SELDOM, 4, seed, STEADY, step_seconds=1.0)
     world.run(30.0)
     assert len(world.views) == 1
@@ -76,17 +61,17 @@ def test_a_death_costs_five_messages_one_after_the_other(seen, seed) -> None:
     assert {world.workers[m].agent.view.number for m in world.views[2].members} == {2}
 
 
-def test_who_was_taken_for_lost_because_its_connection_closed_is_back_with_its_next_beat() -> None:
+def test_a_disconnected_worker_stays_a_member_if_its_next_heartbeat_arrives() -> None:
     world = World(CALM, 4, seed=1)
     world.run(5.0)
     for _ in range(20):
-        world.hang_up("w1")
+        world.disconnect("w1")
         world.run(0.3)
     assert len(world.views) == 1
     settled(world, 1.0)
 
 
-def test_a_host_without_power_is_noticed_by_its_silence() -> None:
+def test_a_host_without_power_is_noticed_by_missing_heartbeats() -> None:
     world = World(CALM, 4, seed=1)
     world.run(5.0)
     before = world.steps
@@ -97,7 +82,7 @@ def test_a_host_without_power_is_noticed_by_its_silence() -> None:
     settled(world)
 
 
-def test_where_all_leave_they_stop_together() -> None:
+def test_workers_that_all_leave_stop_together() -> None:
     world = World(CALM, 4, seed=3)
     world.run(5.0)
     for name in world.present():
@@ -105,12 +90,12 @@ def test_where_all_leave_they_stop_together() -> None:
         world.run(0.02)
     world.run(3.0)
     assert not world.present()
-    assert world.over
+    assert world.finished
     assert len(world.views) <= 3
     world.check()
 
 
-def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
+def test_a_leaving_worker_is_not_kept_to_reach_the_minimum() -> None:
     world = World(Policy(min_workers=3, expected_workers=3, max_workers=4, join_timeout_seconds=5.0), 3, seed=3)
     world.run(5.0)
     world.leave("w1")
@@ -125,20 +110,20 @@ def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
     settled(world)
 
 
-def test_the_last_workers_that_leave_stop_the_run_however_few_they_are() -> None:
-    """They alone have the state, and one that leaves a run to others saves nothing."""
+def test_the_last_leaving_workers_stop_the_run_even_below_the_minimum() -> None:
+    """Only they have the state, and a worker that leaves a run with others saves nothing."""
     world = World(Policy(min_workers=3, expected_workers=3, max_workers=4, join_timeout_seconds=5.0), 3, seed=3)
     world.run(5.0)
     for name in ("w1", "w0", "w2"):
         world.leave(name)
         world.run(2.0)
-    assert world.over
+    assert world.finished
     assert not world.present()
     assert [set(view.members) for view in world.views.values()] == [{"w0", "w1", "w2"}, {"w2"}]
     world.check()
 
 
-def test_who_leaves_before_there_is_a_view_may() -> None:
+def test_a_worker_may_leave_before_the_first_view() -> None:
     world = World(Policy(min_workers=2, expected_workers=3, max_workers=3, join_timeout_seconds=5.0), 1, seed=3)
     world.run(1.0)
     world.leave("w0")
@@ -147,8 +132,8 @@ def test_who_leaves_before_there_is_a_view_may() -> None:
     assert not world.views
 
 
-def test_who_leaves_stays_as_long_as_only_it_has_the_state() -> None:
-    """The other who has it dies, and who has come since has nothing."""
+def test_a_leaving_worker_stays_while_only_it_has_the_state() -> None:
+    """The other worker that has it is lost, and the one that joined later has nothing."""
     world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=50.0), 2, seed=3)
     world.run(5.0)
     world.start()
@@ -163,7 +148,7 @@ def test_who_leaves_stays_as_long_as_only_it_has_the_state() -> None:
     settled(world)
 
 
-def test_a_frozen_worker_that_thaws_comes_back_and_brings_nothing_along() -> None:
+def test_a_frozen_worker_that_resumes_rejoins_without_old_state() -> None:
     world = World(CALM, 4, seed=9)
     world.run(5.0)
     world.freeze("w1")
@@ -178,17 +163,17 @@ def test_a_frozen_worker_that_thaws_comes_back_and_brings_nothing_along() -> Non
 
 
 def noticed_seconds(world: World, name: str, seconds: float) -> float | None:
-    """Freezes that worker for so long; after how long its view ended at once for that, if it did."""
-    before, began, found = len(world.happened), world.now, None
+    """Freezes the worker for `seconds`; returns after how long its view was aborted, if it was."""
+    before, began, noticed = len(world.decisions), world.now, None
     world.freeze(name)
     while world.now < began + seconds:
         world.run(0.01)
-        over = any(
-            isinstance(each, ViewEnded) and each.status is ViewStatus.ABORTED for each in world.happened[before:]
+        aborted = any(
+            isinstance(each, ViewEnded) and each.status is ViewStatus.ABORTED for each in world.decisions[before:]
         )
-        found = world.now - began if over and found is None else found
+        noticed = world.now - began if aborted and noticed is None else noticed
     world.thaw(name)
-    return found
+    return noticed
 
 
 PATIENT = Policy(min_workers=1, expected_workers=1, max_workers=16)
@@ -201,7 +186,7 @@ def test_the_tenth_freeze_is_noticed_as_soon_as_the_first(workers, step_seconds,
     world = World(replace(PATIENT, expected_workers=workers), workers, seed=9, step_seconds=step_seconds)
     world.run(20 * step_seconds)
     for _ in range(10):
-        while "w1" not in world.views[max(world.views)].members:  # it pauses
+        while "w1" not in world.views[max(world.views)].members:  # it is quarantined
             world.run(0.1)
         world.run(2.0 + 2 * step_seconds)
         found = noticed_seconds(world, "w1", frozen_seconds)
@@ -211,7 +196,7 @@ def test_the_tenth_freeze_is_noticed_as_soon_as_the_first(workers, step_seconds,
 
 
 @pytest.mark.parametrize("workers", [3, 8])
-def test_a_worker_that_freezes_again_and_again_costs_the_others_less_than_a_tenth(workers) -> None:
+def test_repeated_freezes_cost_the_others_less_than_a_tenth(workers) -> None:
     steps = []
     for frozen_seconds in (0.0, 4.0):
         world = World(replace(PATIENT, expected_workers=workers), workers, seed=9)
@@ -224,7 +209,7 @@ def test_a_worker_that_freezes_again_and_again_costs_the_others_less_than_a_tent
     settled(world)
 
 
-def test_a_worker_that_freezes_again_and_again_pauses_for_longer_each_time() -> None:
+def test_quarantines_grow_with_repeated_freezes() -> None:
     world = World(replace(PATIENT, expected_workers=8), 8, seed=9)
     world.run(5.0)
     away = []
@@ -239,7 +224,7 @@ def test_a_worker_that_freezes_again_and_again_pauses_for_longer_each_time() -> 
     settled(world)
 
 
-def test_workers_that_freeze_together_pause_together() -> None:
+def test_workers_that_freeze_together_are_quarantined_together() -> None:
     world = World(replace(PATIENT, expected_workers=4), 4, seed=9)
     world.run(5.0)
     for _ in range(2):
@@ -251,7 +236,7 @@ def test_workers_that_freeze_together_pause_together() -> None:
     settled(world)
 
 
-def test_a_worker_without_which_there_are_too_few_does_not_pause() -> None:
+def test_a_worker_that_the_minimum_needs_is_not_quarantined() -> None:
     world = World(Policy(min_workers=3, expected_workers=3, max_workers=3), 3, seed=9)
     world.run(5.0)
     for _ in range(5):
@@ -262,8 +247,8 @@ def test_a_worker_without_which_there_are_too_few_does_not_pause() -> None:
     settled(world)
 
 
-def test_a_death_while_the_others_gather_is_not_waited_for() -> None:
-    """The connections of the first are torn; the second dies when it has ended the view, and when it has not."""
+def test_an_exit_during_gathering_does_not_delay_the_next_view() -> None:
+    """The connections of the first close; the second exits after it has ended the view, or before."""
     for moment in (0.005, 0.015, 0.025, 0.035):
         world = World(SELDOM, 4, 2, STEADY, step_seconds=1.0)
         world.run(30.0)
@@ -276,8 +261,8 @@ def test_a_death_while_the_others_gather_is_not_waited_for() -> None:
         assert {world.workers[m].agent.view.number for m in others} == {max(world.views)}
 
 
-def test_a_replacement_is_not_waited_for() -> None:
-    """It comes while the survivors gather; they go on at once, and it joins at the next boundary."""
+def test_the_next_view_does_not_wait_for_a_replacement() -> None:
+    """It starts while the survivors gather; they continue at once, and it joins at the next boundary."""
     world = World(SELDOM, 4, 2, STEADY, step_seconds=1.0)
     world.run(30.0)
     first = world.views[1].members[0]
@@ -286,8 +271,8 @@ def test_a_replacement_is_not_waited_for() -> None:
     world.run(0.055)
     assert first not in world.views[2].members
     assert {"w1", "w2", "w3"} - {first} <= set(world.views[2].members)
-    for _ in range(2):  # as it asks when it is told to wait, and does in the made-up world only when a beat is due
-        world._beat(world.workers["w4"])
+    for _ in range(2):  # a real worker waits for news; a virtual one asks only when a heartbeat is due
+        world._send_heartbeat(world.workers["w4"])
         world.run(3.0)
     assert "w4" in world.views[max(world.views)].members
 
@@ -311,9 +296,9 @@ def test_without_enough_workers_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_when_somebody_has_the_result_nobody_trains_any_more(crash) -> None:
+def test_when_a_worker_has_the_result_no_worker_trains(crash) -> None:
     world = World(CALM, 5, seed=12, total=100)
-    while not world.over:
+    while not world.finished:
         world.run(0.01)
     views = len(world.views)
     if crash:
@@ -330,16 +315,16 @@ def test_when_somebody_has_the_result_nobody_trains_any_more(crash) -> None:
     world.check()
 
 
-def test_members_know_where_they_are() -> None:
+def test_views_have_the_addresses_of_members() -> None:
     world = World(CALM, 4, seed=1)
     world.run(5.0)
     world.start()
     world.run(2.0)
     for view in world.views.values():
-        assert [place.host for place in view.addresses] == [f"host of {member}" for member in view.members]
+        assert [address.host for address in view.addresses] == [f"host of {member}" for member in view.members]
 
 
-def test_who_joins_is_let_in_at_a_boundary_and_nothing_is_done_twice() -> None:
+def test_a_worker_joins_at_a_boundary_and_no_step_is_repeated() -> None:
     world = World(CALM, 4, seed=2)
     world.run(5.0)
     before = world.steps
@@ -353,7 +338,7 @@ def test_who_joins_is_let_in_at_a_boundary_and_nothing_is_done_twice() -> None:
     settled(world)
 
 
-def test_who_leaves_is_let_go_at_a_boundary() -> None:
+def test_a_worker_leaves_at_a_boundary() -> None:
     world = World(CALM, 4, seed=3)
     world.run(5.0)
     world.leave("w1")
@@ -365,7 +350,7 @@ def test_who_leaves_is_let_go_at_a_boundary() -> None:
     settled(world)
 
 
-def test_without_the_coordinator_workers_go_on() -> None:
+def test_workers_continue_without_the_coordinator() -> None:
     world = World(CALM, 4, seed=4)
     world.run(5.0)
     world.crash_coordinator()
@@ -386,18 +371,18 @@ def test_a_worker_that_only_the_coordinator_cannot_reach_stays() -> None:
     assert len(world.views) == 1
 
 
-def test_two_that_cannot_reach_each_other_do_not_keep_the_rest_from_work() -> None:
+def test_unreachable_pairs_do_not_stop_the_other_workers() -> None:
     world = World(CALM, 5, seed=6)
     world.run(5.0)
     before = world.steps
-    world.part([["w0", "w1", "w2"], ["w3", "w4"]])
+    world.split_network([["w0", "w1", "w2"], ["w3", "w4"]])
     world.run(10.0)
     assert world.steps > before
     assert set(world.views[max(world.views)].members) == {"w0", "w1", "w2"}
     settled(world, 120.0)
 
 
-def test_replicas_of_two_workers_come_and_go_whole() -> None:
+def test_replicas_of_two_workers_join_and_leave_complete() -> None:
     world = World(Policy(min_workers=2, expected_workers=6, max_workers=6, replica_size=2), 6, seed=7)
     world.run(5.0)
     first = world.views[1].members
@@ -413,8 +398,8 @@ def test_replicas_of_two_workers_come_and_go_whole() -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_what_only_the_dead_have_is_waited_for_and_then_given_up(seen) -> None:
-    """All members of a view die; who stood by knows nothing of what they did."""
+def test_steps_that_only_lost_workers_have_are_awaited_and_then_abandoned(seen) -> None:
+    """All members of a view are lost; a spare has none of their steps."""
     world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=8.0), 3, seed=8)
     world.run(5.0)
     for member in world.views[1].members:
@@ -427,7 +412,7 @@ def test_what_only_the_dead_have_is_waited_for_and_then_given_up(seen) -> None:
     assert not world.views[2].sources
 
 
-def test_what_only_the_frozen_have_is_waited_for() -> None:
+def test_steps_that_only_frozen_workers_have_are_awaited() -> None:
     world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=60.0), 3, seed=8)
     world.run(5.0)
     for member in world.views[1].members:
@@ -440,45 +425,6 @@ def test_what_only_the_frozen_have_is_waited_for() -> None:
     settled(world)
 
 
-FAULTS = ["kill", "kill unseen", "unplug", "freeze", "thaw", "stall", "start", "leave", "part", "join up", "crash",
-          "restart", "offline", "hang up"]  # fmt: skip
-
-
-def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
-    """One fault, on whom `pick` picks; nobody dies who alone has what was committed, or leaves fewer than `spare`."""
-    present = world.present()
-    if not present:
-        return
-    name = pick.choice(present)
-    match fault:
-        case "kill" | "kill unseen" if len(present) > spare and world.is_spare(name):
-            world.kill(name, seen=fault == "kill")
-        case "unplug" if len(present) > spare and world.is_spare(name):
-            world.unplug(name)
-        case "stall":
-            world.stall(name, pick.uniform(0.1, 4.0))
-        case "hang up":
-            world.hang_up(name)
-        case "freeze":
-            world.freeze(name)
-        case "thaw":
-            world.thaw(name)
-        case "start" if len(present) < 8:
-            world.start()
-        case "leave" if len(present) > spare:
-            world.leave(name)
-        case "part":
-            world.part([present[::2], present[1::2]])
-        case "join up":
-            world.part([present])
-        case "crash":
-            world.crash_coordinator()
-        case "restart" if world.coordinator is None:
-            world.restart_coordinator()
-        case "offline":
-            world.workers[name].offline = not world.workers[name].offline
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 16),
@@ -487,7 +433,7 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
     faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.floats(0.01, 3.0)), max_size=12),
     total=st.sampled_from([None, None, 20, 60]),
 )
-def test_whatever_happens(seed, unit, network, faults, total) -> None:
+def test_random_faults(seed, unit, network, faults, total) -> None:
     policy = Policy(
         min_workers=unit,
         expected_workers=4,
@@ -500,15 +446,15 @@ def test_whatever_happens(seed, unit, network, faults, total) -> None:
     pick = random.Random(seed)
     world.run(3.0)
     for fault, seconds in faults:
-        befall(world, fault, pick, spare=2)
+        inject(world, fault, pick, spare=2)
         world.run(seconds)
     settled(world, 40.0)
 
 
 @given(seed=st.integers(0, 1 << 16), faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=4))
 @settings(max_examples=15)
-def test_the_end_comes_once(seed, faults) -> None:
-    """Trouble just before the end, and while it is told."""
+def test_faults_near_the_end_of_the_run(seed, faults) -> None:
+    """Faults just before the end, and while it is reported."""
     world = World(
         Policy(min_workers=1, expected_workers=4, max_workers=6, join_timeout_seconds=20.0), 4, seed, total=40
     )
@@ -516,15 +462,15 @@ def test_the_end_comes_once(seed, faults) -> None:
     while world.steps < 38:
         world.run(0.05)
     for fault in faults:
-        befall(world, fault, pick, spare=2)
+        inject(world, fault, pick, spare=2)
         world.run(pick.uniform(0.01, 0.1))
     settled(world, 60.0)
     stopped = "leave" in faults
-    assert not world.over or stopped or max(worker.state.step for worker in world.workers.values()) == 40
+    assert not world.finished or stopped or max(worker.state.step for worker in world.workers.values()) == 40
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_deaths_among_many(seed) -> None:
+def test_many_exits(seed) -> None:
     pick = random.Random(seed)
     world = World(
         Policy(min_workers=1, expected_workers=5, max_workers=8, join_timeout_seconds=20.0),
@@ -535,7 +481,7 @@ def test_deaths_among_many(seed) -> None:
     )
     world.run(3.0)
     for _ in range(15):
-        befall(
+        inject(
             world, pick.choice(["kill", "kill unseen", "start", "start", "crash", "restart", "leave"]), pick, spare=3
         )
         world.run(pick.uniform(0.05, 4.0))

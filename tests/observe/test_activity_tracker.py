@@ -24,39 +24,39 @@ def line(of: str) -> int:
     return found
 
 
-def test_the_line_of_a_thread_that_waits_inside_a_library_is_the_users(monkeypatch) -> None:
+def test_a_thread_that_waits_inside_a_library_is_on_a_line_of_user_code(monkeypatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    go, there = threading.Event(), threading.Event()
+    go, started = threading.Event(), threading.Event()
 
-    def stuck() -> None:
-        there.set()
-        go.wait()  # the line where it is stuck
+    def waiting() -> None:
+        started.set()
+        go.wait()  # the line where it waits
 
-    thread = threading.Thread(target=stuck)
+    thread = threading.Thread(target=waiting)
     thread.start()
-    there.wait()
+    started.wait()
     try:
-        while (found := user_line(thread.ident or 0)) != f"{HERE}:{line('# the line where it is stuck')} stuck":
+        while (found := user_line(thread.ident or 0)) != f"{HERE}:{line('# the line where it waits')} waiting":
             assert found.startswith(HERE), found
     finally:
         go.set()
         thread.join()
 
 
-def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> None:
-    go, there = threading.Event(), threading.Event()
+def test_a_worker_that_waits_for_data_is_on_the_line_of_the_loader_thread() -> None:
+    go, started = threading.Event(), threading.Event()
 
     def fetch() -> None:
-        there.set()
+        started.set()
         go.wait()
 
     thread = threading.Thread(target=fetch, name=f"{LOADER}_0")
     thread.start()
-    there.wait()
+    started.wait()
     try:
         clock = itertools.count(step=1.0)
         watch = ThreadTracker(lambda: next(clock))
-        assert watch.activity().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
+        assert watch.activity().line.endswith(" test_a_worker_that_waits_for_data_is_on_the_line_of_the_loader_thread")
         with watch(Phase.DATA):
             assert watch.activity().line.endswith(" fetch")
     finally:
@@ -64,28 +64,28 @@ def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> No
         thread.join()
 
 
-def test_a_thread_that_has_ended_and_one_without_the_users_code_are_on_no_line() -> None:
+def test_a_thread_that_has_ended_is_on_no_line() -> None:
     thread = threading.Thread(target=collections.Counter)
     thread.start()
     thread.join()
     assert user_line(thread.ident or 0) == ""
 
 
-def test_an_error_is_where_the_users_code_was_when_it_came() -> None:
+def test_an_error_has_the_line_of_user_code_that_raised_it() -> None:
     with pytest.raises(ValueError, match="maxlen") as raised:
-        collections.deque(maxlen=-1)  # the line where it came
-    assert raised_at(raised.tb).partition(":")[2].startswith(f"{line('# the line where it came')} ")
+        collections.deque(maxlen=-1)  # the line that raises
+    assert raised_at(raised.tb).partition(":")[2].startswith(f"{line('# the line that raises')} ")
     assert raised_at(None) == ""
 
 
-class Wire:
+class FakeCommunicator:
     waits_for = "sum (gradients, message 7)", (1, 2)
 
 
-def test_what_is_told_is_what_is_seen() -> None:
+def test_the_activity_is_what_was_recorded() -> None:
     seconds = [0.0]
     watch = ThreadTracker(lambda: seconds[0])
-    watch.set_phase(Phase.COMPUTE, Wire())
+    watch.set_phase(Phase.COMPUTE, FakeCommunicator())
     watch.commit(4)
     watch.set_position(4, 2)
     seconds[0] = 3.0
@@ -98,17 +98,17 @@ def test_what_is_told_is_what_is_seen() -> None:
     assert not watch.activity().is_waiting
 
 
-def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
-    nobody = NullTracker()
-    with nobody(Phase.DATA), nobody(Phase.COMPUTE):
-        assert list(nobody.each(Phase.DATA, range(3))) == [0, 1, 2]
+def test_a_null_tracker_passes_items_on() -> None:
+    tracker = NullTracker()
+    with tracker(Phase.DATA), tracker(Phase.COMPUTE):
+        assert list(tracker.each(Phase.DATA, range(3))) == [0, 1, 2]
 
 
-def test_every_phase_has_words() -> None:
+def test_every_phase_has_a_description() -> None:
     assert all(Activity(phase).description for phase in Phase)
 
 
-_LOOKS_WHILE_TENSORS_ARE_COLLECTED = """
+_DUMPS_WHILE_TENSORS_ARE_COLLECTED = """
 import gc, threading, time
 import torch
 from unisono.observe.user_frames import user_line
@@ -136,5 +136,5 @@ for thread in threads:
 """
 
 
-def test_threads_go_on_while_they_are_looked_at_and_tensors_are_collected() -> None:
-    subprocess.run([sys.executable, "-c", _LOOKS_WHILE_TENSORS_ARE_COLLECTED], timeout=30, check=True)
+def test_threads_continue_while_stacks_are_dumped_and_tensors_are_collected() -> None:
+    subprocess.run([sys.executable, "-c", _DUMPS_WHILE_TENSORS_ARE_COLLECTED], timeout=30, check=True)

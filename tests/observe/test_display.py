@@ -1,4 +1,4 @@
-"""What a user sees: one live line on a terminal, plain lines off it, and a summary of both kinds."""
+"""The display: one live line on a terminal, plain lines elsewhere, and a summary of both kinds."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ RESULT: Mapping[str, Any] = {
 
 
 def progress(step: int, **more: Any) -> Mapping[str, Any]:
-    said = {"kind": "progress", "step": step, "steps": 240, "loss": 2.3 / step, "samples_per_second": 4321.5}
-    return {**said, "metrics": {}, **more}
+    shown = {"kind": "progress", "step": step, "steps": 240, "loss": 2.3 / step, "samples_per_second": 4321.5}
+    return {**shown, "metrics": {}, **more}
 
 
 def terminal(width: int = 100) -> Console:
@@ -44,7 +44,7 @@ def seen(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_off_a_terminal_there_are_plain_lines_the_first_and_the_last_at_least() -> None:
+def test_without_a_terminal_there_are_plain_lines_at_least_the_first_and_the_last() -> None:
     stream = io.StringIO()
     with Display("digits", stream, plain_seconds=1e9) as display:
         display.handle(0, {"kind": "run", "path": "runs/a"})
@@ -64,7 +64,7 @@ def test_off_a_terminal_there_are_plain_lines_the_first_and_the_last_at_least() 
 @pytest.mark.parametrize(
     ("error", "says"), [(InvalidInput("steps", 0, "below 1", "use 1"), ""), (ValueError(), "run runs/a\n")]
 )
-def test_a_run_that_invalid_input_takes_back_is_not_said(error: Exception, says: str) -> None:
+def test_a_run_refused_for_invalid_input_is_not_shown(error: Exception, says: str) -> None:
     stream = io.StringIO()
     with contextlib.suppress(type(error)), Display("digits", stream) as display:
         display.handle(0, {"kind": "run", "path": "runs/a"})
@@ -72,14 +72,14 @@ def test_a_run_that_invalid_input_takes_back_is_not_said(error: Exception, says:
     assert stream.getvalue() == says
 
 
-def test_off_a_terminal_a_long_line_is_not_broken() -> None:
+def test_without_a_terminal_a_long_line_is_not_broken() -> None:
     stream = io.StringIO()
     with Display("digits", stream) as display:
         display.handle(0, {"kind": "notice", "text": "word " * 60})
     assert stream.getvalue().count("\n") == 1
 
 
-def test_on_a_terminal_one_line_moves_and_the_cursor_comes_back() -> None:
+def test_on_a_terminal_one_line_is_live_and_the_cursor_is_restored() -> None:
     console = terminal()
     with Display("digits", io.StringIO(), console=console) as display:
         display.handle(0, progress(120))
@@ -93,7 +93,7 @@ def test_on_a_terminal_one_line_moves_and_the_cursor_comes_back() -> None:
     assert text.count("\n") == 2  # the notice, and the end of the live line
 
 
-def test_an_error_gives_the_terminal_back() -> None:
+def test_an_error_restores_the_terminal() -> None:
     console = terminal()
     with pytest.raises(RuntimeError), Display("digits", io.StringIO(), console=console):
         raise RuntimeError
@@ -108,7 +108,7 @@ def test_the_live_line_is_one_line_on_any_width(width: int) -> None:
     assert seen(console).count("\n") == 1
 
 
-def test_the_time_that_is_left_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -119,7 +119,7 @@ def test_the_time_that_is_left_follows_the_speed(monkeypatch: pytest.MonkeyPatch
     assert stream.getvalue().splitlines()[-1].endswith("1:45 left")
 
 
-def test_the_summary_off_a_terminal_is_a_line_for_each_thing() -> None:
+def test_the_summary_without_a_terminal_has_one_line_per_item() -> None:
     stream = io.StringIO()
     summary("digits", RESULT, stream)
     lines = {line[:14].strip(): line[15:] for line in stream.getvalue().splitlines()}
@@ -174,7 +174,7 @@ def test_the_command_to_resume_survives_a_shell() -> None:
         (clock, -1, "0:00"),
     ],
 )
-def test_numbers_as_a_person_reads_them(function: Any, value: float, text: str) -> None:
+def test_numbers_as_text(function: Any, value: float, text: str) -> None:
     assert function(value) == text
 
 
@@ -190,13 +190,13 @@ def test_what_every_worker_reports_is_shown_once() -> None:
     ]
 
 
-def test_what_was_received_does_not_reach_the_terminal_as_orders() -> None:
+def test_received_text_does_not_control_the_terminal() -> None:
     """Another host's sentences are shown here: none of them sets a title, clears the screen or hides what follows."""
     for console in (terminal(), None):
         stream = io.StringIO()
         with Display("digits", stream, console=console) as display:
             for kind in ("notice", "finding"):
                 display.handle(0, {"kind": kind, "text": "\x1b]0;title\x07 \x9b2J [/x] \u202e two\nlines"})
-        said = seen(console) if console else stream.getvalue()
-        assert said.count("\\x1b]0;title\\x07 \\x9b2J [/x] \\u202e two\nlines") == 2
-        assert not any(order in said for order in ("\x1b]", "\x9b", "\x07", "\u202e"))
+        shown = seen(console) if console else stream.getvalue()
+        assert shown.count("\\x1b]0;title\\x07 \\x9b2J [/x] \\u202e two\nlines") == 2
+        assert not any(order in shown for order in ("\x1b]", "\x9b", "\x07", "\u202e"))

@@ -1,4 +1,4 @@
-"""What the ledgers of a run say: rules, case by case."""
+"""Goodput from the time ledgers of a run, case by case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.observe.goodput import advice, goodput, shares_text, table, total_s
 SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.floats(0, 1e6), max_size=9)
 
 
-@pytest.mark.parametrize(("ledgers", "said"), [
+@pytest.mark.parametrize(("ledgers", "text"), [
     ([{"start": 5, "compute": 90, "communication": 5}] * 2, ""),
     ([{"compute": 60, "communication": 40}] * 2, "40% of the time was spent waiting for others"),
     ([{"compute": 60, "data": 40}], "40% of the time was spent waiting for data"),
@@ -23,13 +23,13 @@ SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.
      "worker 0 took 3.0 times as long as the others to load and compute as much, and they waited for it: look at what"),
     ([{"compute": 10, "communication": 80}, {"compute": 10, "data": 80}], "look at where its data comes from"),
     ([{"start": 99, "compute": 1}], ""),  # the start is paid once
-    ([{"compute": 0.1, "checkpoint": 0.9}], ""),  # nothing worth a word could be saved
+    ([{"compute": 0.1, "checkpoint": 0.9}], ""),  # too little could be saved
     ([{}], ""),
     ([], ""),
 ])  # fmt: skip
-def test_what_is_most_worth_doing_is_said(ledgers, said) -> None:
-    assert said in advice(ledgers)
-    assert bool(advice(ledgers)) == bool(said)
+def test_the_most_useful_advice_is_given(ledgers, text) -> None:
+    assert text in advice(ledgers)
+    assert bool(advice(ledgers)) == bool(text)
 
 
 def test_goodput_is_the_share_of_computing_after_the_start() -> None:
@@ -39,7 +39,7 @@ def test_goodput_is_the_share_of_computing_after_the_start() -> None:
 
 
 @given(st.lists(SECONDS, max_size=5))
-def test_any_ledger_can_be_said(ledgers) -> None:
+def test_any_ledger_can_be_described(ledgers) -> None:
     assert 0 <= goodput(ledgers) <= 1 + 1e-9
     assert isinstance(advice(ledgers), str)
     assert isinstance(shares_text(ledgers), str)

@@ -1,4 +1,4 @@
-"""Events, scalars and the files of a run: what is written, how often, at what cost, and on a full disk."""
+"""Events, scalars and files of a run: what is written, how often, at what cost, and on a full disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from unisono.observe.sinks import TensorBoard
 FOREVER = 1e9  # seconds
 
 
-class Kept:
-    """A sink that keeps what it is given."""
+class RecordingSink:
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, dict[str, float]]] = []
@@ -64,8 +64,8 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert [e["event"] for e in events(tmp_path)] == ["first", "second"]
 
 
-def test_steps_are_thinned_but_for_the_first_and_the_last(tmp_path: Path) -> None:
-    kept = Kept()
+def test_the_rate_of_steps_is_limited_except_for_the_first_and_the_last(tmp_path: Path) -> None:
+    kept = RecordingSink()
     recorder = RunRecorder(tmp_path, [kept], step_seconds=FOREVER)
     for step in range(1, 101):
         recorder.step(step, 100, lambda: {"loss": 1 / step, "note": "x"})  # noqa: B023  (read at once or never)
@@ -84,7 +84,7 @@ def test_a_run_that_stops_early_still_writes_its_last_step(tmp_path: Path) -> No
     assert [e["step"] for e in events(tmp_path)] == [1, 3]
 
 
-def test_without_thinning_every_step_is_written(tmp_path: Path) -> None:
+def test_without_a_limit_every_step_is_written(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, [], step_seconds=0.0)
     for step in range(1, 6):
         recorder.step(step, 9, lambda: {})
@@ -107,7 +107,7 @@ def test_a_step_that_is_not_due_costs_next_to_nothing(tmp_path: Path) -> None:
 
 
 def test_metrics_go_to_events_and_sinks(tmp_path: Path) -> None:
-    kept = Kept()
+    kept = RecordingSink()
     recorder = RunRecorder(tmp_path, [kept])
     recorder.metrics(7, {"accuracy": 0.5})
     recorder.close()
@@ -115,7 +115,7 @@ def test_metrics_go_to_events_and_sinks(tmp_path: Path) -> None:
     assert kept.taken == [(7, {"metrics/accuracy": 0.5})]
 
 
-def test_a_full_disk_is_said_once_and_nothing_is_raised(
+def test_a_full_disk_is_reported_once_and_nothing_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = RunRecorder(tmp_path, [])
@@ -133,7 +133,7 @@ def test_a_full_disk_is_said_once_and_nothing_is_raised(
     ]
 
 
-def test_a_directory_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_directory_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         recording = EventLog(tmp_path / "gone")
         recording.write("lost", {})
@@ -160,7 +160,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(3, 0.5), (4, 0.25)]
 
 
-def test_a_tensorboard_that_fails_is_said_once(
+def test_a_failing_tensorboard_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
@@ -173,7 +173,7 @@ def test_a_tensorboard_that_fails_is_said_once(
     assert "the run continues" in caplog.text
 
 
-def test_a_summary_is_json_even_of_a_loss_that_is_none(tmp_path: Path) -> None:
+def test_a_summary_with_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
     write_summary(path, {"steps": 3, "loss": float("inf"), "metrics": {"a": 0.5}, "run": Path("runs/a")})
@@ -181,7 +181,9 @@ def test_a_summary_is_json_even_of_a_loss_that_is_none(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_old_one_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_config(tmp_path, {"steps": 3}, "digits", {})
     before = (tmp_path / "config.toml").read_text()
 

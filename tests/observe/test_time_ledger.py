@@ -1,4 +1,4 @@
-"""The ledger's law: whatever happens, every moment is in exactly one phase."""
+"""The law of the time ledger: at every moment, exactly one phase."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from unisono.observe.time_ledger import STEP_PHASES, TimeLedger, seconds_by_name
 
 # Times are whole numbers, so that sums are exact and equality means equality.
 PHASES = st.sampled_from(list(Phase))
-HAPPENINGS = st.lists(
-    st.tuples(st.sampled_from(["enter", "leave", "be", "commit", "discard", "each"]), PHASES, st.integers(0, 50)),
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["enter", "leave", "set", "commit", "discard", "each"]), PHASES, st.integers(0, 50)),
     max_size=60,
 )
 
@@ -28,12 +28,12 @@ class Clock:
         return self.seconds
 
 
-@given(HAPPENINGS, st.integers(0, 100))
-def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
+@given(OPERATIONS, st.integers(0, 100))
+def test_phases_add_up_to_the_elapsed_time(operations, age) -> None:
     clock = Clock(1000.0)
     ledger = TimeLedger(clock, float(age))
     depth = 0
-    for what, phase, seconds in happenings:
+    for what, phase, seconds in operations:
         clock.seconds += seconds
         match what:
             case "enter":
@@ -42,7 +42,7 @@ def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
             case "leave" if depth:
                 ledger.pop()
                 depth -= 1
-            case "be":
+            case "set":
                 ledger.set_phase(phase)
             case "commit":
                 ledger.commit()
@@ -54,12 +54,12 @@ def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
     assert all(spent >= 0 for spent in ledger.seconds().values())
 
 
-@given(HAPPENINGS)
-def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
+@given(OPERATIONS)
+def test_exactly_the_discarded_time_is_lost(operations) -> None:
     clock = Clock()
     ledger = TimeLedger(clock)
     kept = ledger.seconds()
-    for what, phase, seconds in happenings:
+    for what, phase, seconds in operations:
         clock.seconds += seconds
         with ledger(phase):
             clock.seconds += seconds
@@ -69,12 +69,12 @@ def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
             after = ledger.seconds()
             if what == "discard":
                 assert all(after[each] == kept[each] for each in STEP_PHASES)
-                gone = sum(before[each] - kept[each] for each in STEP_PHASES)
-                assert after[Phase.LOST] == before[Phase.LOST] + gone
+                lost = sum(before[each] - kept[each] for each in STEP_PHASES)
+                assert after[Phase.LOST] == before[Phase.LOST] + lost
             kept = after
 
 
-def test_the_time_until_an_item_is_there_is_the_phases_and_what_is_done_with_it_is_not() -> None:
+def test_only_the_time_until_an_item_is_available_counts_for_the_phase() -> None:
     clock = Clock()
     ledger = TimeLedger(clock)
     ledger.set_phase(Phase.COMPUTE)
@@ -106,25 +106,25 @@ def test_an_error_inside_a_phase_ends_it() -> None:
     assert ledger.current == (Phase.START, 3.0)
 
 
-def test_who_looks_meanwhile_sees_sums_that_add_up() -> None:
-    """The clock goes only while nothing is charged, so a torn look would show as a sum that is no whole time."""
+def test_concurrent_readers_see_sums_that_add_up() -> None:
+    """The clock advances only while nothing is charged: an inconsistent read would give a sum between two times."""
     clock = Clock()
     ledger = TimeLedger(clock)
     over = threading.Event()
     seen: list[tuple[float, float, float]] = []
 
-    def look() -> None:
+    def read() -> None:
         while not over.is_set():
             before = clock.seconds
-            together = sum(ledger.seconds().values())
-            seen.append((before, together, clock.seconds))
+            total = sum(ledger.seconds().values())
+            seen.append((before, total, clock.seconds))
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    reader = threading.Thread(target=read)
+    reader.start()
     for _ in range(20_000):
         with ledger(Phase.DATA):
             clock.seconds += 1.0
     over.set()
-    looking.join()
+    reader.join()
     assert [each for each in seen if not each[0] <= each[1] <= each[2]] == []
     assert sum(ledger.seconds().values()) == 20_000

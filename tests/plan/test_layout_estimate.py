@@ -1,4 +1,4 @@
-"""What a layout would mean is foretold as it is: bytes to the byte, messages one by one."""
+"""Estimates of a layout are exact: bytes to the byte, messages one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_model_that_looks_at_numbers_gets_some_and_only_what_learns_has_gradie
     laid = foretold(NamedTask("tests.plan.test_layout_estimate:reading", {}, source("regression").directory), workers=1)
     (held,) = laid["holdings"]
     learning = 8 * 4 + 4 + 4 + 1
-    assert "computed with numbers" in laid["notes"][0]
+    assert "computed with values" in laid["notes"][0]
     assert held["parameters"] == 4 * (learning + 2 * (4 * 4 + 4))
     assert held["gradients"] == 4 * learning
     assert held["optimizer"] == 2 * 4 * learning + 4 * 4, "moments, and a count of steps for each of four tensors"

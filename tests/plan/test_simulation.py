@@ -1,4 +1,4 @@
-"""What virtual workers learn is what processes learn; how long it takes follows links and computing."""
+"""Virtual workers learn what processes learn; durations follow from links and compute time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, curves and pictures: whatever the numbers are, they can be looked at in 80 columns."""
+"""Tables, curves and pictures: they fit into 80 columns whatever the figures are."""
 
 from __future__ import annotations
 
@@ -115,7 +115,11 @@ def test_a_picture_is_drawn(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("a.jpeg", "not a kind of picture"), ("a", "not a kind of picture"), ("no/a.png", "there is no directory")],
+    [
+        ("a.jpeg", "not a supported image format"),
+        ("a", "not a supported image format"),
+        ("no/a.png", "there is no directory"),
+    ],
 )
 def test_where_no_picture_can_be_drawn_it_is_said_first(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=says):

@@ -1,4 +1,4 @@
-"""Rates, times and their distributions, as a person writes them."""
+"""Rates, times and their distributions, as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notation of ways to compare."""
+"""The notation of variants to compare."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_terms(text: str, fields: dict[str, Any]) -> None:
         ("", "a term is missing"),
         ("AllReduce() +", "a term is missing"),
         ("AllReduc()", "AllReduc is neither a synchronizer nor a compressor; did you mean AllReduce?"),
-        ("AllReduce() + AllReduce()", "sync is given twice"),
+        ("AllReduce() + AllReduce()", "sync occurs twice"),
         ("larning_rate=3", "there is no setting larning_rate"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_synchronizer_alone_sends_what_it_has_and_a_compressor_alone_keeps_the
 
 
 def test_the_same_way_twice_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="the same as another way"):
+    with pytest.raises(InvalidInput, match="the same as another variant"):
         variants(regression(), {"workers": 2}, ["AllReduce()"])
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks; never their times."""
+"""The arithmetic and the tree of the benchmarks; never their times."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_model_that_is_too_large_for_one_worker_trains_on_two(monkeypatch: pyt
         limit = layout_memory.limited(layout, size.empty, 0).peak + state * 2 // 3
     except Unavailable as refused:
         pytest.skip(str(refused))
-    laid, alone = (layout_memory.limited(each, size, limit) for each in (layout, layout_memory.ALONE))
+    laid, alone = (layout_memory.limited(each, size, limit) for each in (layout, layout_memory.ONE_WORKER))
     assert laid.killed == 0, laid
     assert laid.report["loss"] < 6, laid
     assert alone.killed == 1, alone
@@ -168,7 +168,7 @@ def test_every_benchmark_is_found_by_its_name_alone(capsys: pytest.CaptureFixtur
     assert "gpu2: no benchmark" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.gpu"], ["benchmarks", "links"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.gpu"]], ids=" ".join)
 def test_both_forms_of_the_command_show_its_help(command: list[str]) -> None:
     shown = subprocess.run([sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr

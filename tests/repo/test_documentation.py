@@ -109,7 +109,7 @@ class Session:
     def _run(self, command: list[str], check: bool = True) -> str:
         done = subprocess.run(
             command, cwd=self._directory, env=self._environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=150, check=False,
+            stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{command[-1]}\n{done.stdout}"
         return done.stdout
@@ -190,6 +190,18 @@ def anchors(page: Path) -> set[str]:
     return found | ({f"unisono-{command}" for command in commands()} if page.name == "cli.md" else set())
 
 
+def test_a_page_names_files_that_are_there() -> None:
+    """Of paths with a folder, which may begin at the page or in the package."""
+    missing = [
+        f"{name(page)}: {path}"
+        for page in PAGES
+        for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]*\.(?:py|md|json|txt))`", page.read_text())
+        if page.name != "CHANGELOG.md" and not path.startswith(("coordinator/", "checkpoints/"))
+        if not any((start / path).exists() for start in (ROOT, page.parent, ROOT / "src" / "unisono"))
+    ]
+    assert missing == []
+
+
 def test_every_page_is_in_the_site() -> None:
     """A table of contents names it, by itself or by a pattern."""
     named = set()
@@ -258,7 +270,7 @@ def test_a_command_that_a_page_names_exists(page: Path) -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(page.read_text() for page in (DOCS / "reference" / "python").glob("*.md"))
-    named = set(re.findall(r"^\.\. (?:autoclass|autofunction|class):: unisono\.(\w+)$", reference, re.M))
+    named = set(re.findall(r"^\.\. (?:autoclass|autofunction|class):: unisono\.(\w+)(?:\(\))?$", reference, re.M))
     assert named == set(unisono.__all__)
 
 

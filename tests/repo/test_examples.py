@@ -1,4 +1,4 @@
-"""The examples run, come to what they promise, and stand in README and docs as they are."""
+"""The examples run with the results that they promise, and README and docs show them as they are."""
 
 from __future__ import annotations
 

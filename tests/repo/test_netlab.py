@@ -1,9 +1,8 @@
-"""The hosts that benchmarks play: rates, cuts, delays, quotas, and that nothing of them is left."""
+"""The simulated hosts of the benchmarks: rates, cuts, delays, CPU quotas, and that nothing of them is left."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -18,14 +17,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from benchmarks.netlab import Failed, Host, Netlab, Rate, Unavailable, netlab, run_workers
+from benchmarks.netlab import Failed, Netlab, Rate, Unavailable, netlab, run_workers
 from benchmarks.netlab.contestants import attempts
 from benchmarks.netlab.cpu_quota import controller
 from benchmarks.netlab.network import reason_unavailable
 from benchmarks.netlab.run_trace import Mark, Trace, of_events
 
+from tests.support.namespace_sockets import socket_of
+
 REPOSITORY = Path(__file__).parents[2]
-_NEW_NETWORK = 0x40000000
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -44,19 +44,6 @@ def able() -> None:
 def rooted(test: F) -> F:
     """Needs root and whatever else the hosts need; skipped with the reason where that is missing."""
     return pytest.mark.root(pytest.mark.usefixtures("able")(test))
-
-
-def socket_of(host: Host) -> socket.socket:
-    """A TCP socket of `host`, to be used here: a socket stays in the namespace in which it was made."""
-
-    def make() -> socket.socket:
-        with open(f"/run/netns/{host.name}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "setns")
-        return socket.socket()
-
-    with ThreadPoolExecutor(1) as thread:  # which is gone afterwards, and its namespace with it
-        return thread.submit(make).result()
 
 
 @contextmanager

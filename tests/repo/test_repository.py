@@ -1,4 +1,4 @@
-"""The house keeps its own rules: what no single part's tests would notice."""
+"""Rules of the whole repository, which the tests of single folders do not cover."""
 
 from __future__ import annotations
 

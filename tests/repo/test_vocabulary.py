@@ -23,7 +23,6 @@ NOT_YET = (  # of folders and files: their words are not all standard yet
     "src/unisono/chaos",
     "src/unisono/checkpoint",
     "src/unisono/cli",
-    "src/unisono/comm",
     "src/unisono/compress",
     "src/unisono/data",
     "src/unisono/elastic",

@@ -1,4 +1,4 @@
-"""What a host runs that joins: what was said there, and nothing else that a coordinator tells it."""
+"""What a joining host runs: what its own command line allows, and nothing else that a coordinator asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run has a directory of its own, which nothing half-written is left in."""
+"""Each run has its own directory, without partially written files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's coordinator: where it lies, who may ask it, and what those who join are told to do."""
+"""The coordinator of a run: its address, its clients, and the run spec that joining hosts receive."""
 
 from __future__ import annotations
 

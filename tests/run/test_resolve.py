@@ -1,4 +1,4 @@
-"""What a run is trained with: the user's word over the task's, the task's over the library's."""
+"""Settings of a run: the user's override the task's, and the task's override the defaults."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Actors that tests and the benchmark talk to."""
+"""Actors for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint read as a whole, as a run that resumes reads it: verified first, then tensor by tensor."""
+"""Loads a whole checkpoint as a resumed run does: verified first, then tensor by tensor."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def load(path: str | os.PathLike[str]) -> Loaded:
 def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Loaded | None:
     """The newest sound checkpoint; see `newest`."""
     return newest(directory, on_damaged, load)
+
+
+def flip(path: Path, position: int, mask: int = 0x10) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ mask]))

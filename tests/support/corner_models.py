@@ -1,4 +1,4 @@
-"""Models at the corners of what layouts can do, as tasks: what they call, share, leave out, choose and are given."""
+"""Tasks with unusual models for layout tests: what they call, share, skip, choose and receive."""
 
 from __future__ import annotations
 

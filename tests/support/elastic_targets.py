@@ -1,4 +1,4 @@
-"""Workers that come and go and train nothing: what the targets of `test_elastic` do."""
+"""Worker programs that join, leave and train nothing, for the tests of the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is only played, and what a command line said."""
+"""A fake run behind the command line, and the captured output of a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of these tests do."""
+"""Worker programs for the tests of the launcher."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Models of every kind that layouts are tried on, as tasks, each with SGD with momentum or AdamW.
+"""Tasks with models of every kind for layout tests, each with SGD with momentum or AdamW.
 
-They are tiny, but deep and wide enough for four stages and four heads; what they learn can be learned, so that losses
-move.
+They are tiny, but deep and wide enough for four stages and four heads. They can be learned, so that losses change.
 """
 
 from __future__ import annotations

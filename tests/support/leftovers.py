@@ -1,7 +1,8 @@
-"""What a run leaves behind: processes, shared memory, temporary directories."""
+"""What a run may leave behind: processes, shared memory, open files, temporary directories."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,3 +64,20 @@ def _entries() -> list[Path]:
 
 def _readable(line: bytes) -> str:
     return line.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+
+
+def mappings() -> list[tuple[int, int]]:
+    """Where memory files are mapped in this process."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if "memfd:unisono" in line]
+    return [(int(low, 16), int(high, 16)) for low, high in spans]
+
+
+def open_files() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+    return found

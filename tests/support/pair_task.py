@@ -1,4 +1,4 @@
-"""A small real task on which every synchronizer is paired with every compressor."""
+"""A small real task for every pair of synchronizer and compressor."""
 
 from __future__ import annotations
 

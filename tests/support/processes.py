@@ -1,9 +1,9 @@
 """Real worker processes for tests.
 
-One forkserver serves the whole session: it has imported once what workers use, so that a worker costs about 0.1 s.
+One fork server per session has imported what workers use, so that a worker starts in about 0.1 s.
 
     results = run(3, work, "an argument")         # calls work(rank, size, "an argument") in 3 processes
-    with start(2, work) as workers:               # the same, with the processes in hand
+    with start(2, work) as workers:               # the same, with access to the processes
         os.kill(workers.processes[1].pid, signal.SIGKILL)
         results = workers.results(lost={1})       # results[1] is None
 """

@@ -1,4 +1,4 @@
-"""Which rows of a long table make up its short form; arithmetic without I/O."""
+"""Chooses the rows of a long table for its short form; arithmetic without I/O."""
 
 from __future__ import annotations
 

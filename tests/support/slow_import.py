@@ -1,4 +1,4 @@
-"""Takes longer to import than any test waits."""
+"""A module that takes longer to import than any test waits."""
 
 import threading
 

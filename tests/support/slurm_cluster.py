@@ -1,4 +1,4 @@
-"""A Slurm cluster of two made-up nodes on this host, on loopback only, for as long as a block lasts."""
+"""A Slurm cluster of two simulated nodes on this host's loopback interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of worker processes tells results, failures and deaths apart."""
+"""The runner of worker processes distinguishes results, failures and killed workers."""
 
 import os
 import signal

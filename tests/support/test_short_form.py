@@ -1,4 +1,4 @@
-"""The short form of a table has as many different values as so many rows can have."""
+"""The short form of a table covers as many different values as its number of rows allows."""
 
 import itertools
 

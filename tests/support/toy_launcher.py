@@ -1,6 +1,6 @@
-"""A launcher to be killed: ``python -m tests.support.toy_launcher MARKER LOGS TARGET [PRELOAD …]``.
+"""A launcher for tests to kill: ``python -m tests.support.toy_launcher MARKER LOGS TARGET [PRELOAD …]``.
 
-Prints ``starting``, then one line for each worker that runs; ends with the exit code of the interruption.
+Prints ``starting``, then one line per running worker; exits with the code of its interruption.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A toy of a training run for the campaign: ``python -m tests.support.toy_training DIRECTORY STEPS``.
+"""A toy training run for the kill campaign: ``python -m tests.support.toy_training DIRECTORY STEPS``.
 
-Worker 0 counts in a file, which it replaces at every step; a later start goes on from there.
+Worker 0 counts steps in a file, which it replaces at every step; a later start continues from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole runs in real processes, without the second that a launcher of its own costs."""
+"""Training runs in real processes, without the start-up time of a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts on this one: network namespaces joined by a cable, each with a directory that the other does not see."""
+"""Two simulated hosts: connected network namespaces, each with a directory that the other cannot see."""
 
 from __future__ import annotations
 

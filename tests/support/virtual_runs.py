@@ -1,4 +1,4 @@
-"""Whole trainings by virtual workers, with checkpoints on a real disk, and a hand in what they hold."""
+"""Training runs of virtual workers, with checkpoints on a real disk, whose state tests can change."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 
 def plain(optimizer: Callable, steps: int = 5, sparse: bool = False) -> tuple[list[float], nn.Module]:
-    """What PyTorch alone computes: every micro-batch in turn, one step for their mean."""
+    """The result of PyTorch without Unisono: all micro-batches one after the other, one step for their mean."""
     torch.manual_seed(0)
     model = Net(sparse)
     optimizer, losses = optimizer(p for p in model.parameters() if p.requires_grad), []

@@ -1,4 +1,4 @@
-"""A small task that any synchronizer can be taught: regression on a teacher's answers."""
+"""A small regression task that any synchronizer can learn."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from unisono.compress import Compressor
 from unisono.sync import Synchronizer
 
 
-class Lesson:
-    """`steps` global batches of `COUNT` micro-batches, which are of different kinds: who sees but some of them learns
-    little of the others."""
+class RegressionTask:
+    """`steps` global batches of `COUNT` micro-batches of different kinds.
+
+    A worker that computes only some of them does not learn the others.
+    """
 
     COUNT, SAMPLES = 8, 8
 
@@ -37,7 +39,7 @@ class Lesson:
         compress: Compressor,
         busy: Callable[[], None] = lambda: None,
     ) -> tuple[float, list[tuple[int, int]], float]:
-        """The loss at the end over all samples, the micro-batches computed here, and seconds of the clock."""
+        """Train; returns the final loss over all samples, this worker's micro-batches, and seconds of the clock."""
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
@@ -64,9 +66,9 @@ class Lesson:
 def in_a_process(
     rank: int, size: int, steps: int, sync: Synchronizer, compress: Compressor, kind: str, url: str
 ) -> tuple[float, list[tuple[int, int]]]:
-    """The lesson as one of `size` real workers learns it: the loss at its end, and what was computed here."""
+    """The task as one of `size` real workers learns it: the loss at its end, and what was computed here."""
     comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, timeout_seconds=30)
     try:
-        return Lesson(steps).learn(comm, sync, compress)[:2]
+        return RegressionTask(steps).learn(comm, sync, compress)[:2]
     finally:
         comm.close()

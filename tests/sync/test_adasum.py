@@ -28,7 +28,7 @@ def test_orthogonal_gradients_add_up_and_equal_ones_are_averaged() -> None:
     assert torch.equal(combined(x, torch.zeros(16), SPANS), x)
 
 
-def test_every_parameter_is_combined_by_itself() -> None:
+def test_parameters_are_combined_separately() -> None:
     a, b = random(1), random(2)
     halves = [combined(a[part], b[part], SPANS[:1]) for part in (slice(0, 8), slice(8, 16))]
     torch.testing.assert_close(combined(a, b, SPANS), torch.cat(halves))

@@ -1,7 +1,7 @@
-"""All pairs learn: every synchronizer with every compressor, on real digits, on the simulated communicator.
+"""Every synchronizer learns with every compressor, on real digits and the simulated communicator.
 
-How far from uncompressed all-reduce a pair may end is stated for each synchronizer and for each compressor, in nats of
-training loss, and the two add up. Without training the loss is 2.33.
+Each synchronizer and each compressor has a bound, in nats of training loss above uncompressed all-reduce. The bound of
+a pair is their sum. Without training the loss is 2.33.
 """
 
 from functools import cache
@@ -77,11 +77,11 @@ COMPRESS: dict[Compressor, float] = {
     Auto(): 0.15,
 }
 OTHERWISE: dict[tuple[type, type], float] = {
-    (BlockMomentum, RandomK): 0.7,  # block momentum goes on with what half of the walk's numbers have missed
-    # Its first seven exchanges measure, with whatever is fastest; of so few walks that is half.
+    (BlockMomentum, RandomK): 0.7,  # the momentum repeats updates that lack half of their numbers
+    # The first seven exchanges measure, with any candidate; that is half of so few exchanges.
     (LocalSGD, Auto): 0.4,
     (DiLoCo, Auto): 0.4,
-    # One absolute threshold cannot fit gradients and walks both.
+    # One absolute threshold cannot fit both gradients and local updates.
     (AllReduce, TwoBit): 1.6,
 }
 
@@ -93,7 +93,7 @@ def test_everything_public_is_in_the_tables() -> None:
 
 @cache
 def uncompressed() -> float:
-    """Of all-reduce."""
+    """The loss of all-reduce without compression."""
     return simulate(WORKERS, learn, AllReduce(), Cast())[0]
 
 
@@ -102,6 +102,6 @@ def uncompressed() -> float:
 @pytest.mark.parametrize("sync", SYNC, ids=notation.show)
 def test_every_pair_learns(sync: Synchronizer, compress: Compressor) -> None:
     losses = simulate(WORKERS, learn, sync, compress)
-    assert len(set(losses)) == 1  # the replicas have met
+    assert len(set(losses)) == 1  # the replicas are synchronized
     distance = SYNC[sync] + OTHERWISE.get((type(sync), type(compress)), COMPRESS[compress])
     assert losses[0] <= uncompressed() + distance

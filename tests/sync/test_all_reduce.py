@@ -1,4 +1,4 @@
-"""What is particular to all-reduce: buckets, order, control words, special parameters."""
+"""All-reduce beyond the laws: buckets, order, control words, special parameters."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ def test_buckets_hold_one_dtype_each() -> None:
 @given(st.lists(st.floats(allow_nan=False), max_size=20))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float64])
 def test_control_words_survive_any_additive_dtype(dtype, numbers) -> None:
-    silent = torch.zeros(8 * len(numbers), dtype=dtype)
-    assert unpack(pack(numbers).to(dtype) + silent + silent) == numbers
+    zeros = torch.zeros(8 * len(numbers), dtype=dtype)
+    assert unpack(pack(numbers).to(dtype) + zeros + zeros) == numbers
 
 
 def test_a_nan_in_a_control_word_stays_a_nan() -> None:
@@ -51,7 +51,7 @@ def test_a_nan_in_a_control_word_stays_a_nan() -> None:
 
 
 @pytest.mark.parametrize("compress", [Cast(), Cast("bf16"), Exact()])
-def test_control_words_of_all_workers_arrive(compress) -> None:
+def test_control_words_of_all_workers_are_summed(compress) -> None:
     def run(comm):
         p = parameters(40)
         bound = SMALL.bind(p, comm, compress, Loop(sgd(p.values()), control=3))
@@ -103,7 +103,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("bad", range(4))
 @pytest.mark.parametrize("reference", [4.0, 3.0])  # one by one as well, where 1 / reference is no power of two
 def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, reference, caplog) -> None:
-    """The branches take turns, so that no micro-batch has the gradients of a whole bucket."""
+    """The branches alternate, so that no micro-batch has the gradients of a whole bucket."""
 
     def run(comm):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What travels in one round."""
+"""What is sent in one round."""
 
 import torch
 from torch import nn
@@ -11,28 +11,28 @@ AUTO = Auto((Cast(),), steps=4, again=0)
 TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen
 
 
-def _bytes(comm, compress: Compressor) -> list[int]:
-    """What each round sent, of two buckets and a control word that arrives."""
+def bytes_of_rounds(comm, compress: Compressor) -> list[int]:
+    """The bytes that each round sends, with two buckets and a control word, whose sum is checked."""
     parameters = {name: nn.Parameter(torch.zeros(300)) for name in "ab"}
     reduction = BucketedReduction(parameters, comm, compress, bucket_bytes=1200, first_bytes=1200, control=2)
     sent = []
-    for turn in range(TRIED + 2):
+    for round_ in range(TRIED + 2):
         before = comm.bytes_sent
-        reduction.close([0.5 * turn if comm.rank == i else 0.0 for i in (0, 1)])  # one speaks, the others are silent
+        reduction.close([0.5 * round_ if comm.rank == i else 0.0 for i in (0, 1)])  # the others send zeros
         for name in "ab":
-            reduction.add(name, torch.full((300,), float(turn)), 1 / comm.size)
+            reduction.add(name, torch.full((300,), float(round_)), 1 / comm.size)
             comm.compute(0.001)
         agreed = reduction.wait()
-        assert agreed.control == [0.5 * turn, 0.5 * turn]
-        assert all(torch.allclose(mean, torch.full((300,), float(turn))) for mean in agreed.results().values())
+        assert agreed.control == [0.5 * round_, 0.5 * round_]
+        assert all(torch.allclose(mean, torch.full((300,), float(round_))) for mean in agreed.results().values())
         reduction.commit()
         reduction.begin()
         sent.append(comm.bytes_sent - before)
     return sent
 
 
-def test_what_was_chosen_travels_as_if_nothing_had_been_to_choose() -> None:
-    fixed, chosen = simulate(3, _bytes, Cast())[0], simulate(3, _bytes, AUTO)[0]
+def test_a_chosen_compressor_sends_what_it_sends_alone() -> None:
+    fixed, chosen = simulate(3, bytes_of_rounds, Cast())[0], simulate(3, bytes_of_rounds, AUTO)[0]
     assert len(set(fixed)) == 1
     assert chosen[0] > fixed[0]
     assert chosen[-2:] == fixed[-2:]

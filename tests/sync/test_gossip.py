@@ -1,4 +1,4 @@
-"""What is particular to gossip: its papers' equations, what stays as it is, how fast workers agree, who waits."""
+"""What is particular to gossip: equations of its papers, invariants, rate of consensus, waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from tests.compress.laws import TABLE as COMPRESSORS
 from tests.compress.laws import Row
 from tests.support.processes import run as run_processes
-from tests.sync.regression_task import Lesson, in_a_process
+from tests.sync.regression_task import RegressionTask, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
@@ -33,7 +33,7 @@ each = pytest.mark.parametrize("sync", EVERY, ids=notation.show)
 
 @dataclass(frozen=True)
 class Lopsided:
-    """Directed, and not doubly stochastic: worker 0 sends to all others, those to the next one only."""
+    """Directed, and not doubly stochastic: worker 0 sends to all others, each of which sends to the next one only."""
 
     directed = True
 
@@ -49,7 +49,7 @@ class Lopsided:
         return 1
 
 
-class Walker:
+class Worker:
     """A parameter whose gradient is ``w - target``, the worker's own; `size` numbers, in two tensors."""
 
     def __init__(self, comm: Communicator, sync: Synchronizer, compress: Compressor, lr: float, numbers: int = 40):
@@ -70,12 +70,12 @@ class Walker:
         return self.w.detach().clone()
 
 
-def walks(size: int, sync: Synchronizer, compress: Compressor, steps: int, lr: float) -> torch.Tensor:
+def trajectories(size: int, sync: Synchronizer, compress: Compressor, steps: int, lr: float) -> torch.Tensor:
     """Weights of all workers after each step, ``[step, worker, number]``."""
 
     def run(comm: Communicator) -> torch.Tensor:
-        walker = Walker(comm, sync, compress, lr)
-        return torch.stack([walker.step() for _ in range(steps)])
+        worker = Worker(comm, sync, compress, lr)
+        return torch.stack([worker.step() for _ in range(steps)])
 
     return torch.stack(simulate(size, run), dim=1)
 
@@ -97,7 +97,9 @@ def test_d_psgd_is_its_equation(topology) -> None:
         gradient = x - targets(4)
         x = torch.from_numpy(matrix(topology, 4, step)) @ x - lr * gradient
         expected.append(x)
-    torch.testing.assert_close(walks(4, Gossip(topology), Cast(), 12, lr), torch.stack(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        trajectories(4, Gossip(topology), Cast(), 12, lr), torch.stack(expected), rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("topology", [Lopsided(), OnePeerExponential()], ids=notation.show)
@@ -108,48 +110,50 @@ def test_stochastic_gradient_push_is_its_equations(topology) -> None:
         mix = torch.from_numpy(matrix(topology, 4, step))
         x, w = mix @ x - lr * gradient, mix @ w
         expected.append(x / w)
-    torch.testing.assert_close(walks(4, Gossip(topology), Cast(), 12, lr), torch.stack(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        trajectories(4, Gossip(topology), Cast(), 12, lr), torch.stack(expected), rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("compress", LOSSY, ids=notation.show)
 def test_choco_sgd_is_its_equations(compress) -> None:
-    """Written once more for a ring of 4, whose edges all carry a third."""
+    """An independent implementation for a ring of 4, all of whose edges carry a third."""
     plan = Weights({"w": nn.Parameter(torch.zeros(40, dtype=torch.float64))}, compress).plans[0]
     edges = [(j, i) for j in range(4) for i in ((j - 1) % 4, (j + 1) % 4)]
     x, lr, expected = torch.zeros(4, plan.numel, dtype=torch.float64), 0.1, []
     aim = torch.zeros(4, plan.numel, dtype=torch.float64)
     aim[:, :40] = targets(4)
-    held = {edge: torch.zeros(plan.numel, dtype=torch.float64) for edge in edges}
+    mixed = {edge: torch.zeros(plan.numel, dtype=torch.float64) for edge in edges}
     memory = {edge: CompressorMemory() for edge in edges}
     for _ in range(6):
         fidelity = {}
         for edge in edges:
-            d = x[edge[0]] - held[edge]
+            d = x[edge[0]] - mixed[edge]
             total = torch.zeros(plan.numel, dtype=compress.total_dtype(torch.float64))
             compress.add(total, d, 1.0, True)
             message = compress.encode(total, plan.spans, memory[edge])
             memory[edge].commit()
             arrives = compress.value(compress.decode(message, plan.spans, plan.numel, total.dtype), torch.float64)
             scale, fidelity[edge] = fit(d, arrives)
-            held[edge] = held[edge] + scale * arrives
+            mixed[edge] = mixed[edge] + scale * arrives
         gradient = x - aim
         for j, i in edges:
             part = gamma(min(fidelity[j, i], fidelity[i, j])) / 3
-            x[i] += part * held[j, i]
-            x[j] -= part * held[j, i]
+            x[i] += part * mixed[j, i]
+            x[j] -= part * mixed[j, i]
         x = x - lr * gradient
-        x[:, 40:] = 0.0  # where no parameter lies
+        x[:, 40:] = 0.0  # padding
         expected.append(x[:, :40].clone())
-    torch.testing.assert_close(walks(4, Gossip(), compress, 6, lr), torch.stack(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trajectories(4, Gossip(), compress, 6, lr), torch.stack(expected), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("topology", [Ring(), Torus()], ids=notation.show)
 def test_workers_agree_at_the_rate_of_the_spectral_gap(topology) -> None:
     def run(comm: Communicator) -> torch.Tensor:
-        walker = Walker(comm, Gossip(topology), Cast(), 0.0)
+        worker = Worker(comm, Gossip(topology), Cast(), 0.0)
         with torch.no_grad():
-            walker.w.copy_(walker.target)
-        return torch.stack([walker.step() for _ in range(25)])
+            worker.w.copy_(worker.target)
+        return torch.stack([worker.step() for _ in range(25)])
 
     distances = apart(torch.stack(simulate(8, run), dim=1))
     w = matrix(topology, 8, 0)
@@ -162,63 +166,63 @@ def test_workers_agree_at_the_rate_of_the_spectral_gap(topology) -> None:
 @pytest.mark.short(6)
 @each
 @pytest.mark.parametrize("compress", [Cast(), RandomK(0.2)], ids=notation.show)
-def test_the_mean_stays_as_it_is_while_workers_agree(sync, compress) -> None:
-    """No worker learns anything; what one gets another loses, whatever is left out on the way."""
+def test_the_mean_is_preserved_while_workers_agree(sync, compress) -> None:
+    """With a learning rate of 0, one worker gains what another loses, with any compressor."""
 
     def run(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        walker = Walker(comm, sync, compress, 1.0)
-        walker.step()  # everybody is at its own target
-        path = torch.stack([_still(walker) for _ in range(60)])
-        walker.bound.synchronize()
-        return path, walker.w.detach().clone()
+        worker = Worker(comm, sync, compress, 1.0)
+        worker.step()  # every worker is at its own target
+        path = torch.stack([_still(worker) for _ in range(60)])
+        worker.bound.synchronize()
+        return path, worker.w.detach().clone()
 
     outcome = simulate(6, run)
     paths = torch.stack([path for path, _ in outcome], dim=1)
-    together = torch.stack([end for _, end in outcome])
-    assert all(torch.equal(each, together[0]) for each in together)
-    torch.testing.assert_close(together[0], targets(6).mean(0), rtol=0, atol=1e-6)
+    average = torch.stack([end for _, end in outcome])
+    assert all(torch.equal(each, average[0]) for each in average)
+    torch.testing.assert_close(average[0], targets(6).mean(0), rtol=0, atol=1e-6)
     assert apart(paths)[-1] < 0.2 * apart(targets(6))
 
 
-def _still(walker: Walker) -> torch.Tensor:
-    walker.optimizer.param_groups[0]["lr"] = 0.0
-    return walker.step()
+def _still(worker: Worker) -> torch.Tensor:
+    worker.optimizer.param_groups[0]["lr"] = 0.0
+    return worker.step()
 
 
-def test_push_sum_finds_the_mean_where_parts_are_uneven() -> None:
+def test_push_sum_finds_the_mean_with_uneven_parts() -> None:
     def run(comm: Communicator) -> torch.Tensor:
-        walker = Walker(comm, Gossip(Lopsided()), Cast(), 1.0)
-        walker.step()
-        return torch.stack([_still(walker) for _ in range(60)])[-1]
+        worker = Worker(comm, Gossip(Lopsided()), Cast(), 1.0)
+        worker.step()
+        return torch.stack([_still(worker) for _ in range(60)])[-1]
 
     for end in simulate(5, run):
         torch.testing.assert_close(end, targets(5).mean(0), rtol=0, atol=1e-9)
 
 
-def test_control_words_are_agreed_on_where_workers_meet() -> None:
+def test_control_words_are_agreed_at_synchronizations() -> None:
     def run(comm: Communicator) -> list[list[float] | None]:
-        walker, heard = Walker(comm, Gossip(synchronize_every=3), Cast(), 0.1), []
+        worker, agreed = Worker(comm, Gossip(synchronize_every=3), Cast(), 0.1), []
         for _ in range(7):
-            walker.step()
-            heard.append(walker.change.control if walker.change.agreed else None)
-        return heard
+            worker.step()
+            agreed.append(worker.change.control if worker.change.agreed else None)
+        return agreed
 
-    silent, heard = None, [1.0, 1.0, 1.0]
-    assert simulate(3, run) == [[silent, silent, heard, silent, silent, heard, silent]] * 3
+    none, agreed = None, [1.0, 1.0, 1.0]
+    assert simulate(3, run) == [[none, none, agreed, none, none, agreed, none]] * 3
 
 
-def test_a_step_sends_one_letter_to_each_neighbour_and_nothing_else() -> None:
+def test_a_step_sends_one_message_to_each_neighbour_and_nothing_else() -> None:
     def run(comm: Communicator, sync: Synchronizer, compress: Compressor) -> int:
-        walker = Walker(comm, sync, compress, 0.1, numbers=10_000)
+        worker = Worker(comm, sync, compress, 0.1, numbers=10_000)
         before = comm.bytes_sent
         for _ in range(10):
-            walker.step()
+            worker.step()
         return comm.bytes_sent - before
 
     model = 80_000
-    for sync, letters in [(Gossip(), 2), (Gossip(OnePeerExponential()), 1), (Gossip(RandomPairs()), 1)]:
+    for sync, messages in [(Gossip(), 2), (Gossip(OnePeerExponential()), 1), (Gossip(RandomPairs()), 1)]:
         for sent in simulate(4, run, sync, Cast()):
-            assert 10 * letters * model <= sent <= 10 * letters * (model + 100)
+            assert 10 * messages * model <= sent <= 10 * messages * (model + 100)
     assert max(simulate(4, run, Gossip(), OneBit())) < 20 * model / 28
     # One call out and one answer back per step: all calls of all workers, and as many answers.
     assert sum(simulate(4, run, Gossip(asynchronous=True), Cast())) == pytest.approx(80 * model, rel=0.02)
@@ -226,14 +230,14 @@ def test_a_step_sends_one_letter_to_each_neighbour_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(RandomPairs()), Gossip(Lopsided())], ids=notation.show)
 @pytest.mark.parametrize("compress", [Cast(), Quantize(bits=4, stochastic=True)], ids=notation.show)
-def test_a_resumed_run_goes_on_as_the_undisturbed_one_whatever_is_left_out(sync, compress) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_with_any_compressor(sync, compress) -> None:
     def run(comm: Communicator) -> None:
-        one = Walker(comm, sync, compress, 0.1)
+        one = Worker(comm, sync, compress, 0.1)
         for _ in range(5):
             one.step()
-        one.bound.begin()  # letters of the next step are on their way
+        one.bound.begin()  # messages of the next step are in flight
         one.bound.synchronize()
-        two = Walker(comm.channel("another life"), sync, compress, 0.1)
+        two = Worker(comm.channel("another attempt"), sync, compress, 0.1)
         two.bound.begin()
         with torch.no_grad():
             two.w.copy_(one.w)
@@ -244,26 +248,26 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one_whatever_is_left_out(sync,
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_alone_it_is_the_local_optimizer(asynchronous) -> None:
-    """Also where the compressor keeps no bits: nobody is sent anything."""
+def test_with_one_replica_it_is_the_local_optimizer(asynchronous) -> None:
+    """Also with a lossy compressor: no message is sent."""
     expected, x = [], torch.zeros(40, dtype=torch.float64)
     for _ in range(5):
         x = x - 0.1 * (x - targets(1)[0])
         expected.append(x)
     for topology in TOPOLOGIES:
-        path = walks(1, Gossip(topology, asynchronous), OneBit(), 5, 0.1)
+        path = trajectories(1, Gossip(topology, asynchronous), OneBit(), 5, 0.1)
         torch.testing.assert_close(path[:, 0], torch.stack(expected), rtol=0, atol=1e-12)
 
 
 # Learning.
 
 
-LESSON = Lesson(30)
+TASK = RegressionTask(30)
 
 
 @dataclass(frozen=True)
-class Nobody:
-    """All for themselves."""
+class Isolated:
+    """No worker mixes with another."""
 
     directed = False
 
@@ -277,18 +281,18 @@ class Nobody:
 
 
 def taught(size: int, sync: Synchronizer, compress: Compressor) -> float:
-    """The loss that all workers end with."""
-    losses = {loss for loss, _, _ in simulate(size, LESSON.learn, sync, compress)}
+    """The final loss, which is the same on all workers."""
+    losses = {loss for loss, _, _ in simulate(size, TASK.learn, sync, compress)}
     assert len(losses) == 1
     return losses.pop()
 
 
 @pytest.fixture(scope="module")
 def loss_of() -> Callable[[float], float]:
-    """A loss between that of all-reduce (0) and that of workers who mix with nobody before the end (1)."""
-    together, alone = taught(4, AllReduce(), Cast()), taught(4, Gossip(Nobody()), Cast())
-    assert 1.15 * together < alone
-    return lambda part: together + part * (alone - together)
+    """A loss between that of all-reduce (0) and that of workers that do not mix before the end (1)."""
+    mixed_loss, isolated_loss = taught(4, AllReduce(), Cast()), taught(4, Gossip(Isolated()), Cast())
+    assert 1.15 * mixed_loss < isolated_loss
+    return lambda part: mixed_loss + part * (isolated_loss - mixed_loss)
 
 
 @pytest.mark.short(4)
@@ -307,33 +311,33 @@ def test_every_compressor_learns_and_helps(sync, loss_of) -> None:
 
 
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(asynchronous=True)], ids=notation.show)
-def test_same_seed_same_run_with_what_rounds_at_random(sync) -> None:
+def test_same_seed_same_run_with_stochastic_rounding(sync) -> None:
     def run(comm: Communicator):
-        return LESSON.learn(comm, sync, Quantize(bits=4, stochastic=True)), comm.now()
+        return TASK.learn(comm, sync, Quantize(bits=4, stochastic=True)), comm.now()
 
     assert simulate(3, run) == simulate(3, run)
 
 
-def test_a_slow_worker_keeps_nobody_back_and_every_micro_batch_is_computed_once() -> None:
-    paces, lesson = [1.0, 1.0, 1.0, 0.3], Lesson(60)  # micro-batches per 10 ms
+def test_a_slow_worker_delays_no_other_and_every_micro_batch_is_computed_once() -> None:
+    paces, task = [1.0, 1.0, 1.0, 0.3], RegressionTask(60)  # micro-batches per 10 ms
 
     def run(comm: Communicator):
-        return lesson.learn(comm, Gossip(asynchronous=True), Cast(), lambda: comm.compute(0.01 / paces[comm.rank]))
+        return task.learn(comm, Gossip(asynchronous=True), Cast(), lambda: comm.compute(0.01 / paces[comm.rank]))
 
     outcome = simulate(4, run, link=Link(latency_seconds=1e-3))
     computed = sorted(key for _, keys, _ in outcome for key in keys)
-    assert computed == [(t, m) for t in range(lesson.steps) for m in range(lesson.COUNT)]
+    assert computed == [(t, m) for t in range(task.steps) for m in range(task.COUNT)]
     done_per_second = len(computed) / max(seconds for _, _, seconds in outcome)
     assert done_per_second >= 0.85 * sum(paces) * 100
-    even = simulate(4, lesson.learn, AllReduce(), Cast())[0][0]
+    even = simulate(4, task.learn, AllReduce(), Cast())[0][0]
     assert outcome[0][0] <= 1.1 * even
 
 
 # Actors.
 
 
-def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None:
-    """Each asks somebody before any answer is heard, so that a worker whose own call is under way is asked by many."""
+def test_weights_stay_weighted_means_with_any_number_of_concurrent_requests() -> None:
+    """All send requests before any answer is processed, so workers with a request in flight receive several."""
     size, random = 8, np.random.default_rng(0)
     parameters = {"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))}
     plans = Weights(parameters, Cast()).plans
@@ -341,8 +345,8 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
         GossipActor(plans, [torch.eye(size, dtype=torch.float64)[rank].repeat(2)], size) for rank in range(size)
     ]
 
-    class Straight:
-        """Calls the actor at once; the answer waits to be heard."""
+    class DirectConnection:
+        """Calls the actor at once; the test processes the answer later."""
 
         def __init__(self, caller: int, called: int) -> None:
             self.caller, self.called = caller, called
@@ -353,18 +357,18 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
             return answers
 
     for _ in range(30):
-        asked = [(rank, (rank + int(random.integers(1, size))) % size) for rank in range(size)]
-        answers = [partners[rank].request(peer, Straight(rank, peer)) for rank, peer in asked]
+        requests = [(rank, (rank + int(random.integers(1, size))) % size) for rank in range(size)]
+        answers = [partners[rank].request(peer, DirectConnection(rank, peer)) for rank, peer in requests]
         for i in random.permutation(size):
-            rank, peer = asked[i]
+            rank, peer = requests[i]
             partners[rank].receive_answer(peer, answers[i][0])
-        held = torch.stack([partner.weights()[0][:size] for partner in partners])
-        assert held.min() >= -1e-12
-        torch.testing.assert_close(held.sum(0), torch.ones(size, dtype=torch.float64))
-    assert apart(held) < 1e-3
+        mixed = torch.stack([partner.weights()[0][:size] for partner in partners])
+        assert mixed.min() >= -1e-12
+        torch.testing.assert_close(mixed.sum(0), torch.ones(size, dtype=torch.float64))
+    assert apart(mixed) < 1e-3
 
 
-def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
+def test_optimizer_steps_and_concurrent_mixing_add_up() -> None:
     w = {"w": nn.Parameter(torch.zeros(16))}
     plans = Weights(w, Cast()).plans
     partner, other = GossipActor(plans, [torch.zeros(16)], 1), GossipActor(plans, [torch.full((16,), 4.0)], 1)
@@ -377,11 +381,11 @@ def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
     assert other.weights()[0][0] == 2.0
 
 
-# Likenesses.
+# Estimates.
 
 
 @pytest.mark.parametrize("row", COMPRESSORS, ids=lambda row: notation.show(row.compress))
-def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
+def test_both_ends_have_the_same_estimate_and_it_converges(row) -> None:
     shape = {"a": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(70))}
     weights = Weights(shape, row.compress)
     sender, receiver = (PeerEstimate(weights.plans, weights.read()) for _ in range(2))
@@ -396,16 +400,16 @@ def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
         assert all(torch.equal(a, b) for a, b in zip(sender.estimates, receiver.estimates))
         assert sender.fidelity == receiver.fidelity
         assert all(0 <= f <= 1 for f in sender.fidelity)
-        nearer = float(torch.cat([x - h for x, h in zip(xs, sender.estimates)]).norm())
-        assert nearer <= distance * (1 + 1e-6) + 1e-6
-        distance = nearer
+        remaining = float(torch.cat([x - h for x, h in zip(xs, sender.estimates)]).norm())
+        assert remaining <= distance * (1 + 1e-6) + 1e-6
+        distance = remaining
     assert distance <= 0.15 * before
 
 
-def test_a_letter_that_is_too_short_is_refused() -> None:
+def test_a_message_that_is_too_short_is_refused() -> None:
     weights = Weights({"w": nn.Parameter(torch.zeros(40))}, Cast("bf16"))
-    letter = PeerEstimate(weights.plans, weights.read()).send(weights.read(), [1.0])
-    for wrong in (letter[:64], letter[:0], letter.float()):
+    message = PeerEstimate(weights.plans, weights.read()).send(weights.read(), [1.0])
+    for wrong in (message[:64], message[:0], message.float()):
         with pytest.raises(ValueError, match="does not fit these weights"):
             PeerEstimate(weights.plans, weights.read()).receive(wrong)
 
@@ -421,7 +425,7 @@ def test_a_letter_that_is_too_short_is_refused() -> None:
         ({"asynchronous": True, "push_sum": True}, "push_sum=True: asynchronous neighbours"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments, message) -> None:
+def test_invalid_arguments_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         Gossip(**arguments)
 
@@ -444,8 +448,8 @@ def test_values_are_written_and_read(sync) -> None:
     ids=["ring", "one peer", "asynchronous"],
 )
 def test_real_processes_learn_too(tmp_path, size, sync, compress, kind) -> None:
-    outcome = run_processes(size, in_a_process, LESSON.steps, sync, compress, kind, f"file://{tmp_path}/store")
+    outcome = run_processes(size, in_a_process, TASK.steps, sync, compress, kind, f"file://{tmp_path}/store")
     computed = sorted(key for _, keys in outcome for key in keys)
-    assert computed == [(t, m) for t in range(LESSON.steps) for m in range(LESSON.COUNT)]
+    assert computed == [(t, m) for t in range(TASK.steps) for m in range(TASK.COUNT)]
     (loss,) = {loss for loss, _ in outcome}
     assert loss == pytest.approx(taught(size, sync, compress), rel=0.15 if sync.asynchronous else 1e-3)

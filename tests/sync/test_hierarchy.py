@@ -1,4 +1,4 @@
-"""Two hosts of two workers: memory is shared inside a host, and the network is crossed once per host."""
+"""Two hosts of two workers: shared memory inside a host, one message per host on the network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_step_is_that_of_one_process_and_exact_has_the_same_bits(tmp_path) -
 
 
 @pytest.mark.parametrize("sync", [AllReduce(reduce="adasum"), LocalSGD(every=2)], ids=repr)
-def test_other_means_and_compressors_take_the_same_way(tmp_path, sync) -> None:
+def test_other_reductions_and_compressors_use_the_hierarchy(tmp_path, sync) -> None:
     tiers = _ways(tmp_path, "auto", sync, Quantize(8))
     assert all(divided for *_, divided in tiers)
     losses, digest, *_ = tiers[0]
@@ -55,20 +55,20 @@ def test_other_means_and_compressors_take_the_same_way(tmp_path, sync) -> None:
     assert losses[0] == pytest.approx(plain(adamw)[0][0], abs=0.3)
 
 
-def test_workers_that_share_no_host_say_so_and_talk_over_the_network(tmp_path) -> None:
+def test_workers_without_shared_memory_log_it_and_use_the_network(tmp_path) -> None:
     results = run(4, _not_sharing, f"file://{tmp_path}/place")
     assert [shares for shares, _, _ in results] == [False] * 4
     assert {total for _, total, _ in results} == {6.0}
-    assert any("do not share memory (no memory today)" in said for *_, said in results)
+    assert any("do not share memory (no memory today)" in messages for *_, messages in results)
 
 
 def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
     from importlib import import_module
 
     module = import_module("unisono.comm.connect")
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("unisono").addHandler(handler)
     original = module.share_memory
 
@@ -83,7 +83,7 @@ def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
     comm = connect(rank, size, rendezvous=place, local_size=LOCAL, timeout_seconds=60.0)
     try:
         total = float(comm.sum(torch.tensor([float(rank)])).wait())
-        return comm.hierarchy("asked") is not None, total, " ".join(said)
+        return comm.hierarchy("asked") is not None, total, " ".join(messages)
     finally:
         comm.close()
 
@@ -92,12 +92,12 @@ def _until_lost(rank: int, size: int, place: str) -> tuple[int, ...] | None:
     torch.set_num_threads(1)
     comm = connect(rank, size, rendezvous=place, local_size=LOCAL, timeout_seconds=20.0)
 
-    def die(model, step) -> None:
+    def kill_itself(model, step) -> None:
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        train(comm, AllReduce(), Cast(), steps=1000, on_step=die)
+        train(comm, AllReduce(), Cast(), steps=1000, on_step=kill_itself)
     except PeerLost as lost:
         return lost.ranks
     finally:
@@ -105,9 +105,9 @@ def _until_lost(rank: int, size: int, place: str) -> tuple[int, ...] | None:
     return None
 
 
-def test_a_lost_worker_is_lost_to_all(tmp_path) -> None:
+def test_a_lost_worker_is_lost_for_all(tmp_path) -> None:
     with start(4, _until_lost, f"file://{tmp_path}/place") as workers:
         results = workers.results(lost={3})
     for named in results[:3]:
         assert named is not None
-        assert set(named) <= {2, 3}  # the network does not always say who; worker 2 leaves because 3 is gone
+        assert set(named) <= {2, 3}  # the network does not always identify it; worker 2 leaves because 3 is lost

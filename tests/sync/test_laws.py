@@ -1,4 +1,4 @@
-"""Laws that every synchronizer keeps, on the simulated communicator. Whoever adds one adds a row."""
+"""Laws of every synchronizer, on the simulated communicator. A new synchronizer needs a row."""
 
 from functools import partial
 from math import inf
@@ -26,13 +26,13 @@ from unisono.sync import (
 )
 from unisono.trainer.replica import Replica
 
-LOCKSTEP: list[Synchronizer] = [
+SYNCHRONOUS: list[Synchronizer] = [
     AllReduce(),
     AllReduce(bucket_bytes=600, first_bytes=100),
     ParameterServer(),
     ParameterServer(servers=2, slice_bytes=200),
 ]
-WALKING: list[Synchronizer] = [
+LOCAL_STEPS: list[Synchronizer] = [
     LocalSGD(2),
     LocalSGD(2, start=2),
     BlockMomentum(3),
@@ -44,10 +44,10 @@ WALKING: list[Synchronizer] = [
     ParameterServer(staleness=1),
     ParameterServer(servers=2, staleness=inf, slice_bytes=200),
 ]
-TABLE = LOCKSTEP + WALKING
+TABLE = SYNCHRONOUS + LOCAL_STEPS
 law = pytest.mark.parametrize("sync", TABLE, ids=notation.show)
-in_lockstep = pytest.mark.parametrize("sync", LOCKSTEP, ids=notation.show)
-walking = pytest.mark.parametrize("sync", WALKING, ids=notation.show)
+synchronous = pytest.mark.parametrize("sync", SYNCHRONOUS, ids=notation.show)
+with_local_steps = pytest.mark.parametrize("sync", LOCAL_STEPS, ids=notation.show)
 
 
 def test_every_synchronizer_is_in_the_table() -> None:
@@ -69,7 +69,7 @@ def test_with_one_replica_it_is_the_local_optimizer(sync, optimizer) -> None:
 
 
 @pytest.mark.short(10)
-@in_lockstep
+@synchronous
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
@@ -78,7 +78,7 @@ def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
     assert len({digest for _, digest, _ in outcome}) == 1
     losses, _, trained = outcome[0]
     assert losses == pytest.approx(expected, abs=2e-6)
-    # A parameter that nobody uses must not even feel weight decay.
+    # An unused parameter must not change, not even by weight decay.
     assert torch.equal(trained.unused.weight, model.unused.weight)
     assert torch.equal(trained.frozen.weight, model.frozen.weight)
     assert int(trained.norm.num_batches_tracked) == 5 * MICRO_BATCHES == int(trained.count)
@@ -86,7 +86,7 @@ def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
 
 
 @pytest.mark.short(3)
-@in_lockstep
+@synchronous
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_exact_has_the_same_bits_on_any_number_of_workers(sync, clip) -> None:
     digests = {
@@ -98,7 +98,7 @@ def test_exact_has_the_same_bits_on_any_number_of_workers(sync, clip) -> None:
     assert len(digests) == 1
 
 
-@in_lockstep
+@synchronous
 def test_uneven_shares_give_the_same_bits_too(sync) -> None:
     def run(comm, shares):
         return train(comm, sync, Exact(), shares=shares)[1]
@@ -116,7 +116,7 @@ def test_same_seed_same_run_and_the_same_clock(sync) -> None:
 
 
 @law
-def test_nothing_moves_before_apply(sync) -> None:
+def test_nothing_changes_before_apply(sync) -> None:
     def run(comm):
         seen: list[str] = []
 
@@ -129,12 +129,12 @@ def test_nothing_moves_before_apply(sync) -> None:
     torch.manual_seed(0)
     start = fingerprint(dict(Net().named_parameters()))
     for seen, end in simulate(2, run):
-        assert seen[0] == start  # forward, backward and the exchange of the first step left the weights alone
-        # Who does not wait for others may find no news after a step.
-        assert len({*seen, end}) == 4 or (sync in WALKING and end != start)
+        assert seen[0] == start  # forward, backward and the exchange of the first step do not change weights
+        # Without waiting for others, a worker may receive no new weights after a step.
+        assert len({*seen, end}) == 4 or (sync in LOCAL_STEPS and end != start)
 
 
-@in_lockstep
+@synchronous
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 9, 10])
 def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
     done: dict[int, list[str]] = {}
@@ -155,7 +155,7 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
 
 
 @law
-def test_state_comes_back(sync) -> None:
+def test_state_is_loaded_again(sync) -> None:
     def run(comm):
         replica = bound(comm, sync, Cast())
         replica.sync.load_state_dict(replica.sync.state_dict())
@@ -165,14 +165,14 @@ def test_state_comes_back(sync) -> None:
 
 
 def all_of(replica: Replica) -> dict[str, torch.Tensor]:
-    """Weights, buffers, optimizer state and what the synchronizer shares."""
+    """Weights, buffers, optimizer state and the synchronizer's replicated state."""
     state, _ = state_of(replica.optimizer, replica.model)
     return {**weights_of(replica.model), **state, **replica.sync.state_dict()}
 
 
-@walking
+@with_local_steps
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
-def test_after_a_meeting_all_replicas_are_equal(sync, steps) -> None:
+def test_after_a_synchronization_all_replicas_are_equal(sync, steps) -> None:
     def run(comm):
         replica = bound(comm, sync, Cast())
         advance(replica, comm, 0, steps)
@@ -182,9 +182,9 @@ def test_after_a_meeting_all_replicas_are_equal(sync, steps) -> None:
     assert len(set(simulate(3, run))) == 1
 
 
-@walking
+@with_local_steps
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
-def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_were(sync, steps) -> None:
+def test_averaged_weights_are_the_same_on_all_workers_and_restore_the_parameters(sync, steps) -> None:
     def run(comm):
         replica = bound(comm, sync, Cast())
         parameters = dict(replica.model.named_parameters())
@@ -199,14 +199,14 @@ def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_wer
 
 
 @pytest.mark.short(8)
-@walking
+@with_local_steps
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, optimizer) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(sync, optimizer) -> None:
     def run(comm):
         one = bound(comm, sync, Cast(), optimizer)
         advance(one, comm, 0, 5)
         one.synchronize()
-        another = comm.channel("another life")
+        another = comm.channel("another attempt")
         two = bound(another, sync, Cast(), optimizer)
         state, numbers = state_of(one.optimizer, one.model)
         load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)

@@ -1,13 +1,15 @@
-"""Parameter servers: synchronous, bounded and asynchronous; what is late, what is lost, what is refused."""
+"""Parameter servers, synchronous, bounded and asynchronous: staleness, lost workers, refusals."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import signal
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -15,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.comm.test_laws import connected
 from tests.compress.laws import TABLE
+from tests.support.communicators import connected
 from tests.support.pair_task import learn, loss_of, network
 from tests.support.processes import run
 from tests.support.replicas import replica_of
@@ -24,11 +26,11 @@ from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import ActorMessage, Communicator, Link, simulate
-from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
+from unisono.compress import COMPRESSORS, Cast, Exact, Quantize, Span, TwoBit
 from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput, PeerLost
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
-from unisono.sync.server.actor import MOVED, ParameterServerActor
+from unisono.sync.server.actor import MOVED, ParameterServerActor, slice_specs
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
 from unisono.sync.server.slice_state import Push, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.slices import plan_slices
@@ -39,7 +41,7 @@ INF = math.inf
 # --- the value
 
 
-def test_the_notation_knows_it() -> None:
+def test_values_are_written_and_read() -> None:
     from unisono.config import Config
 
     for text in (
@@ -71,25 +73,67 @@ def test_the_notation_knows_it() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_in_words(options) -> None:
+def test_invalid_arguments_are_refused_by_name(options) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ParameterServer(**options)
 
 
-def bound_alone(sync, optimizer, parameters, **options):
+def bound_with_one_worker(sync, optimizer, parameters, **options):
     return simulate(1, lambda comm: sync.bind(parameters, comm, Cast(), Loop(optimizer, **options)))
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_cure() -> None:
     w = nn.Parameter(torch.zeros(3))
     with pytest.raises(InvalidInput, match=r"optimizer = LBFGS.*AdamW.*AllReduce"):
-        bound_alone(ParameterServer(), torch.optim.LBFGS([w]), {"w": w})
+        bound_with_one_worker(ParameterServer(), torch.optim.LBFGS([w]), {"w": w})
     with pytest.raises(InvalidInput, match="backup_workers = 1"):
-        bound_alone(ParameterServer(backup_workers=1), sgd([w]), {"w": w})
+        bound_with_one_worker(ParameterServer(backup_workers=1), sgd([w]), {"w": w})
     with pytest.raises(InvalidInput, match="per_update = 4"):
-        bound_alone(ParameterServer(staleness=1, per_update=4), sgd([w]), {"w": w}, micro_batches=6)
+        bound_with_one_worker(ParameterServer(staleness=1, per_update=4), sgd([w]), {"w": w}, micro_batches=6)
     with pytest.raises(InvalidInput, match="lease = 4"):
-        bound_alone(ParameterServer(staleness=1, lease=4), sgd([w]), {"w": w}, micro_batches=6)
+        bound_with_one_worker(ParameterServer(staleness=1, lease=4), sgd([w]), {"w": w}, micro_batches=6)
+
+
+@dataclass(frozen=True)
+class OwnCompressor(Cast):
+    """Does not come with the library."""
+
+
+@dataclass(frozen=True)
+class OwnCompensation(ScaledByStaleness):
+    """Does not come with the library."""
+
+
+def test_a_value_that_a_server_process_cannot_make_is_refused_with_the_cure() -> None:
+    def bind(comm, sync, compress):
+        w = nn.Parameter(torch.zeros(3))
+        return sync.bind({"w": w}, comm, compress, Loop(sgd([w])))
+
+    with pytest.raises(InvalidInput, match=r"compress = OwnCompressor.*use Cast, Exact"):
+        simulate(1, bind, ParameterServer(), OwnCompressor())
+    with pytest.raises(InvalidInput, match=r"compensate = OwnCompensation.*use DelayCompensation, ScaledByStaleness"):
+        simulate(1, bind, ParameterServer(staleness=1, compensate=OwnCompensation()), Cast())
+
+
+@pytest.mark.parametrize("compress", [*COMPRESSORS.values()], ids=lambda kind: kind.__name__)
+def test_a_server_process_makes_every_compressor(compress) -> None:
+    w = {"w": nn.Parameter(torch.zeros(40, 40))}
+    value = (TwoBit(0.1) if compress is TwoBit else compress()).for_sums_of(4)
+    slices = plan_slices(w, value, 1 << 20, 1)
+    config = ParameterServer()._config(slices, sgd(w.values()), {"w": 0}, {"workers": 1, "control": 0, "needed": 1})
+    ((_, spec),) = slice_specs(json.loads(json.dumps(config))).values()
+    assert spec.compress == slices[0].compress
+
+
+def test_the_config_of_a_server_cannot_name_an_import() -> None:
+    w = {"w": nn.Parameter(torch.zeros(4))}
+    slices = plan_slices(w, Cast(), 1 << 20, 1)
+    config = ParameterServer()._config(slices, sgd(w.values()), {"w": 0}, {"workers": 1, "control": 0, "needed": 1})
+    for text in ("os.system('true')", "__import__('os')", "subprocess:Popen", "Path()"):
+        with pytest.raises(InvalidInput, match="compress = "):
+            ParameterServerActor(0, {**config, "compressors": [text]})
+        with pytest.raises(InvalidInput, match="compensate = "):
+            ParameterServerActor(0, {**config, "terms": {**config["terms"], "compensate": text}})
 
 
 # --- slices
@@ -120,7 +164,7 @@ def test_slices_cover_every_number_once_and_shards_are_of_about_the_same_size() 
         assert slices[0].pieces[0].span.name == "0"
 
 
-# --- in lockstep
+# --- synchronous
 
 
 def test_it_is_all_reduce_to_the_bit_in_exact_mode() -> None:
@@ -139,7 +183,7 @@ NOISE = ("first.bias", "norm.running_mean")  # the norm takes them out, so that 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_elementwise_optimizer_steps_as_it_does_here_and_its_state_comes_back(optimizer) -> None:
+def test_every_elementwise_optimizer_steps_as_locally_and_its_state_is_fetched(optimizer) -> None:
     def run(comm, sync):
         replica = bound(comm, sync, Cast(), optimizer)
         advance(replica, comm, 0, 4)
@@ -179,7 +223,7 @@ def test_clipping_is_on_the_norm_over_all_shards(sync) -> None:
 
 
 @pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(servers=3, slice_bytes=300)], ids=notation.show)
-def test_the_norm_leaves_out_what_somebody_else_counts(sync) -> None:
+def test_the_norm_excludes_given_parameters(sync) -> None:
     """Slices hold several parameters, and parts of one."""
 
     def norms(comm: Communicator, sync) -> list[float]:
@@ -202,8 +246,8 @@ def test_the_norm_leaves_out_what_somebody_else_counts(sync) -> None:
     assert expected[0] > expected[1] > expected[2] > expected[3] == 0
 
 
-def test_a_worker_that_asks_for_a_norm_late_gets_that_of_its_own_step() -> None:
-    """The others are at the next step by then: each worker is late once."""
+def test_a_late_request_for_a_norm_gets_that_of_its_own_step() -> None:
+    """The other worker is at the next step by then: each worker is late once."""
 
     def late(comm, model, step) -> None:
         comm.compute(10.0 if comm.rank == len(seen[comm.rank]) % 2 else 0.0)
@@ -256,7 +300,7 @@ def test_a_step_that_was_dropped_is_computed_again() -> None:
             replica.end_forward(0.0, last=attempt != 1)
             replica.backward(model(torch.arange(4)).sum() * 100)
             if attempt == 2:
-                replica.settle()  # all is heard, and nothing applied
+                replica.settle()  # the gradient is received, but not applied
             replica.begin()
         advance(replica, comm, 2, 5)
         return fingerprint(dict(replica.model.named_parameters()))
@@ -265,12 +309,12 @@ def test_a_step_that_was_dropped_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("compress", [Exact(), Cast("bf16")], ids=notation.show)
-def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(compress) -> None:
     def run(comm):
         one = bound(comm, ParameterServer(), compress, adamw)
         advance(one, comm, 0, 4)
         one.synchronize()
-        two = bound(comm.channel("another life"), ParameterServer(servers=2, slice_bytes=300), compress, adamw)
+        two = bound(comm.channel("another attempt"), ParameterServer(servers=2, slice_bytes=300), compress, adamw)
         state, numbers = state_of(one.optimizer, one.model)
         load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)
         two.model.load_state_dict(one.model.state_dict())
@@ -286,7 +330,7 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
     simulate(2, run)
 
 
-# --- what travels
+# --- compression
 
 EVERY_KIND = list({type(row.compress): row.compress for row in TABLE}.values())
 EVERY_KIND = [TwoBit(0.02) if isinstance(each, TwoBit) else each for each in EVERY_KIND]
@@ -301,24 +345,24 @@ def test_it_learns_with_every_compressor(sync, compress) -> None:
     assert losses[0] < start * (0.5 if compress.is_lossless(torch.float32) else 0.9)
 
 
-def test_weights_come_compressed_where_gradients_go_compressed() -> None:
+def test_weights_are_compressed_like_gradients() -> None:
     def run(comm, compress, steps):
         learn(comm, ParameterServer(), compress, steps)
         return comm.world.hosts, comm.bytes_sent
 
     def sent(compress, steps):
-        """What worker 1 sends, and what the servers answer is not counted: as long as what it sends."""
+        """The bytes that worker 1 sends; the answers of the servers are as long, and not counted."""
         return simulate(2, run, compress, steps)[1][1]
 
     raw, small = (sent(c, 9) - sent(c, 4) for c in (Cast(), Quantize(8)))
     assert small < raw / 3
 
 
-# --- late, later, latest
+# --- staleness
 
 
 class Counter(nn.Module):
-    """Its gradient is always -1, so that its weight counts what has been added to it."""
+    """Its gradient is always -1, so that its weight counts the updates."""
 
     def __init__(self, numel: int = 5) -> None:
         super().__init__()
@@ -348,8 +392,8 @@ def one_step(replica, micro_batches, before=lambda: None) -> None:
     replica.settle().apply()
 
 
-def walk(comm, sync, steps, seconds, micro_batches=4):
-    """Count through `steps` steps; every share, and when it was begun and computed."""
+def count_steps(comm, sync, steps, seconds, micro_batches=4):
+    """Train a `Counter` for `steps` steps; all work items, and when each was begun and computed."""
     replica, trace = counting(comm, sync, micro_batches=micro_batches), []
     for t, mine in replica.sync.work_items(0, steps, lambda: False):
         replica.sync.wait_parameters()  # what takes time here is computing with the weights
@@ -371,7 +415,9 @@ def walk(comm, sync, steps, seconds, micro_batches=4):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_never_exceeded_and_every_micro_batch_is_used_once(staleness, seed) -> None:
     draw = random.Random(seed)
-    traces = simulate(3, walk, ParameterServer(staleness=staleness), 20, lambda rank: draw.choice([0.1, 1.0, 30.0]), 6)
+    traces = simulate(
+        3, count_steps, ParameterServer(staleness=staleness), 20, lambda rank: draw.choice([0.1, 1.0, 30.0]), 6
+    )
     shares = sorted((t, m) for trace, *_ in traces for t, mine, *_ in trace for m in mine)
     assert shares == [(t, m) for t in range(20) for m in range(6)]
     assert [count for _, count, _ in traces] == pytest.approx([20] * 3)  # one step for each global batch
@@ -379,7 +425,7 @@ def test_the_bound_is_never_exceeded_and_every_micro_batch_is_used_once(stalenes
 
 
 def lateness(traces) -> dict[int, list[int]]:
-    """For each step, how many steps behind its shares' weights were."""
+    """For each step, how many steps older the weights of its work items were."""
     ended = [(end, t) for trace, *_ in traces for t, _, _, end in trace]
     late: dict[int, list[int]] = {}
     for t, _, began, _ in (share for trace, *_ in traces for share in trace):
@@ -390,7 +436,7 @@ def lateness(traces) -> dict[int, list[int]]:
 @pytest.mark.parametrize("per_update", [None, 2])
 def test_nothing_is_late_before_the_start(per_update) -> None:
     sync = ParameterServer(staleness=INF, start=8, per_update=per_update)
-    late = lateness(simulate(3, walk, sync, 20, [0.1, 1.0, 3.0].__getitem__, 6))
+    late = lateness(simulate(3, count_steps, sync, 20, [0.1, 1.0, 3.0].__getitem__, 6))
     assert all(late[t] == [0] * len(late[t]) for t in range(8))
     assert max(max(late[t]) for t in range(8, 20)) >= 1
 
@@ -398,19 +444,19 @@ def test_nothing_is_late_before_the_start(per_update) -> None:
 def test_a_fast_worker_waits_only_at_the_bound() -> None:
     def run(staleness):
         speeds = {0: 0.1, 1: 0.1, 2: 50.0}
-        return simulate(3, walk, ParameterServer(staleness=staleness), 12, speeds.get, 3)
+        return simulate(3, count_steps, ParameterServer(staleness=staleness), 12, speeds.get, 3)
 
     held, free = run(2), run(INF)
     # The slow worker is at step 0, so the others come to step 2, and no further.
     assert max(t for t, _, began, _ in held[0][0] + held[1][0] if began < 49) == 2
     assert max(t for t, _, began, _ in free[0][0] + free[1][0] if began < 49) == 11
     waited = [then - end for (*_, end), (*_, then, _) in pairwise(held[0][0]) if then < 49]
-    assert max(waited) < 0.01  # until then they wait for nobody
+    assert max(waited) < 0.01  # until then they do not wait
 
 
-def test_workers_keep_their_own_speeds() -> None:
+def test_asynchronous_workers_run_at_full_speed() -> None:
     speeds = [0.1, 0.1, 0.1, 0.1 / 0.3]
-    outcome = simulate(4, walk, ParameterServer(staleness=INF), 60, speeds.__getitem__, 4)
+    outcome = simulate(4, count_steps, ParameterServer(staleness=INF), 60, speeds.__getitem__, 4)
     seconds = max(end for *_, end in outcome)
     possible = sum(1 / s for s in speeds)
     assert 60 * 4 / seconds >= 0.85 * possible
@@ -425,8 +471,8 @@ def test_workers_keep_their_own_speeds() -> None:
         (4, None, lambda s: s > 1.0),
     ],
 )
-def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(lease, compensate, waits) -> None:
-    """A push takes a second on the wire, and computing longer. Weights that are the old ones travel as a few bytes."""
+def test_a_push_of_a_small_part_of_an_update_is_not_waited_for(lease, compensate, waits) -> None:
+    """A push takes a second to send, and computing longer. An answer without new weights is a few bytes."""
     compute_seconds, link = 5.0, Link(bytes_per_second=1000.0, latency_seconds=0.0)
 
     def run(comm):
@@ -445,14 +491,14 @@ def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(le
     assert waits(statistics.median(waited))
 
 
-def test_smaller_leases_leave_less_to_wait_for() -> None:
-    """Nobody computes on old weights here, so all wait for the last lease of each step."""
+def test_smaller_leases_shorten_waits() -> None:
+    """No worker may compute on old weights here, so all wait for the last lease of each step."""
     speeds = [0.1, 0.1, 0.1, 0.1 / 0.3]
     possible = 40 * 16 / sum(1 / s for s in speeds)
     seconds = {}
     for lease in (4, 1):
         sync = ParameterServer(staleness=INF, start=40, lease=lease)
-        outcome = simulate(4, walk, sync, 40, speeds.__getitem__, 16)
+        outcome = simulate(4, count_steps, sync, 40, speeds.__getitem__, 16)
         shares = [mine for trace, *_ in outcome for _, mine, *_ in trace]
         assert {len(mine) for mine in shares} == {lease}
         assert sum(map(len, shares)) == 40 * 16
@@ -461,7 +507,7 @@ def test_smaller_leases_leave_less_to_wait_for() -> None:
     assert possible / seconds[4] < 0.5
 
 
-def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:
+def test_a_range_ends_for_all_workers_after_a_step_that_was_begun() -> None:
     def run(comm):
         replica, done = counting(comm, ParameterServer(staleness=1)), []
 
@@ -488,11 +534,11 @@ def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:
 @pytest.mark.parametrize(("per_update", "steps"), [(None, 10), (2, 20), (1, 40)])
 def test_as_many_steps_as_there_are_updates(per_update, steps) -> None:
     sync = ParameterServer(staleness=INF, per_update=per_update)
-    outcome = simulate(3, walk, sync, 10, lambda rank: 0.1 * (1 + rank))
+    outcome = simulate(3, count_steps, sync, 10, lambda rank: 0.1 * (1 + rank))
     assert [count for _, count, _ in outcome] == [steps] * 3
 
 
-def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> None:
+def test_late_gradients_are_dropped_and_counted_with_backup_workers() -> None:
     def run(comm):
         replica = counting(comm, ParameterServer(backup_workers=1), micro_batches=3)
         taken = []
@@ -511,14 +557,14 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
     assert all(count == 20 for _, count, *_ in outcome)
     assert sum(dropped for _, _, dropped, *_ in outcome) >= 10  # one of each complete step, but not of those left out
     assert outcome[2][2] >= 1
-    assert all(dealt == 20 for *_, dealt, _ in outcome)
-    assert max(now for *_, now in outcome) < 25  # nobody waited for the slow one
+    assert all(leased_until == 20 for *_, leased_until, _ in outcome)
+    assert max(now for *_, now in outcome) < 25  # no worker waited for the slow one
 
 
-# --- what is done about late gradients, by hand
+# --- compensation, against an independent implementation
 
 
-def keeper(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
+def server_slice(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
     w = nn.Parameter(torch.zeros(numel))
     spec = SliceSpec((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
     terms = ServerTerms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
@@ -530,14 +576,14 @@ def keeper(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
 )
 def test_late_gradients_are_corrected_as_in_the_papers(compensate) -> None:
     torch.manual_seed(0)
-    keeps, lr = keeper(compensate), 0.5
+    keeps, lr = server_slice(compensate), 0.5
     now = torch.linspace(-1, 1, 4)
     held, versions, square = [now.clone(), now.clone()], [0, 0], torch.zeros(4)
     groups = keeps._terms.groups
     for number, worker in enumerate([0, 0, 1, 0, 1, 1, 0]):
         g = torch.randn(4)
-        said = [0, 0, 1, 0, 1, 1, 0][:number].count(worker) + 1
-        keeps.add_push(Push(worker, said, g.clone(), [True], versions[worker]), groups)
+        send = [0, 0, 1, 0, 1, 1, 0][:number].count(worker) + 1
+        keeps.add_push(Push(worker, send, g.clone(), [True], versions[worker]), groups)
         late = number - versions[worker]
         if isinstance(compensate, DelayCompensation):
             square = compensate.decay * square + (1 - compensate.decay) * g * g
@@ -556,7 +602,7 @@ def test_late_gradients_are_corrected_as_in_the_papers(compensate) -> None:
 
 
 def counted_through_a_loss(comm, sync, lost, seconds, together) -> tuple[float, list[float]]:
-    """Counts in steps that last a second; `lost` goes after so many `seconds`."""
+    """Train a `Counter`; server `lost` is lost after so many `seconds`."""
     replica = counting(comm, sync, micro_batches=4)
     if comm.rank == 0:
         comm.world.scheduler.at(comm.now() + seconds, lambda: comm.world.lose_server(lost))
@@ -574,7 +620,7 @@ MOMENTS = [0.0, 0.0001, 0.0003, 0.02, 0.0201, 0.0202, 0.0203, 0.0204, 0.0206, 0.
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("seconds", MOMENTS)
 @pytest.mark.parametrize("staleness", [0, INF])
-def test_a_server_that_is_lost_loses_nothing_that_was_acknowledged(lost, seconds, staleness) -> None:
+def test_a_lost_server_loses_no_acknowledged_push(lost, seconds, staleness) -> None:
     sync = ParameterServer(servers=2, staleness=staleness, slice_bytes=8)
     outcome = simulate(2, counted_through_a_loss, sync, lost, seconds, None)
     assert [count for count, _ in outcome] == [8.0, 8.0]
@@ -585,7 +631,7 @@ def test_a_server_that_is_lost_loses_nothing_that_was_acknowledged(lost, seconds
 @pytest.mark.short(3)
 @pytest.mark.parametrize("compress", [Exact(), Quantize(8), Cast("bf16")], ids=notation.show)
 @pytest.mark.parametrize("seconds", [0.0203, 0.05, 0.1001])
-def test_a_copy_goes_on_with_the_same_bits(compress, seconds) -> None:
+def test_a_copy_continues_with_the_same_bits(compress, seconds) -> None:
     def run(comm, lose):
         if lose and comm.rank == 0:
             comm.world.scheduler.at(seconds, lambda: comm.world.lose_server(1))
@@ -612,7 +658,7 @@ def test_without_a_copy_a_lost_server_is_a_lost_peer() -> None:
 
 
 class FakeLine:
-    """To a server in this thread."""
+    """A connection to a server in this thread."""
 
     def __init__(self, to: ParameterServerActor, sender: int) -> None:
         self.to, self.sender, self.gone = to, sender, False
@@ -622,7 +668,7 @@ class FakeLine:
 
 
 def servers_of(sync, numel=6, workers=2, control=1):
-    """Two servers that know each other, with their weights."""
+    """Two connected servers, with their weights."""
     w = nn.Parameter(torch.zeros(numel))
     slices = plan_slices({"w": w}, Cast(), sync.slice_bytes, sync.servers)
     terms = {"workers": workers, "control": control, "needed": 2}
@@ -631,32 +677,32 @@ def servers_of(sync, numel=6, workers=2, control=1):
     for server in servers:
         server.connected([FakeLine(each, -1 - server._number) for each in servers])
     for i, each in enumerate(slices):
-        said(servers[each.shard], 0, "init", [torch.zeros(each.numel)], shard=each.shard, slice=i, places=[])
+        send(servers[each.shard], 0, "init", [torch.zeros(each.numel)], shard=each.shard, slice=i, places=[])
     return servers, slices, config["terms"]["groups"]
 
 
-def said(server, worker, kind, tensors=(), **fields) -> list[ActorMessage]:
-    """The answers so far, in a list that later ones join."""
+def send(server, worker, kind, tensors=(), **fields) -> list[ActorMessage]:
+    """Send a message; returns the list of its answers, to which later ones are appended."""
     answers: list[ActorMessage] = []
     server.receive(worker, ActorMessage(kind, fields, list(tensors)), answers.append)
     return answers
 
 
-def test_a_server_that_was_only_thought_to_be_gone_sends_its_workers_to_the_copy() -> None:
+def test_an_unreachable_server_redirects_its_workers_to_the_copy() -> None:
     servers, _, groups = servers_of(ParameterServer(servers=2, staleness=INF, slice_bytes=12))
     push = {"shard": 0, "slice": 0, "used": [True], "version": 0, "tick": 0, "count": 2, "scale": 1.0, "groups": groups}
-    waiting = said(servers[0], 1, "pull", shard=0, slice=0, need=3, edition=0)
-    assert said(servers[0], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"
-    assert said(servers[1], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"  # once more: counts once
-    answer = said(servers[1], 0, "pull", shard=0, slice=0, need=0, edition=0)
+    waiting = send(servers[0], 1, "pull", shard=0, slice=0, need=3, edition=0)
+    assert send(servers[0], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"
+    assert send(servers[1], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"  # once more: counts once
+    answer = send(servers[1], 0, "pull", shard=0, slice=0, need=0, edition=0)
     assert answer[0].tensors[0].tolist() == [1.0] * 3
-    late = said(servers[0], 1, "push", [-torch.ones(3)], number=1, **push)
+    late = send(servers[0], 1, "push", [-torch.ones(3)], number=1, **push)
     assert [each.kind for each in late + waiting] == [MOVED.kind] * 2
-    assert said(servers[0], 1, "look", shard=0, slice=0, state=0)[0].kind == MOVED.kind
+    assert send(servers[0], 1, "look", shard=0, slice=0, state=0)[0].kind == MOVED.kind
 
 
 @pytest.mark.parametrize("staleness", [0, INF])
-def test_what_nobody_can_have_said_is_refused_and_changes_nothing(staleness) -> None:
+def test_invalid_messages_are_refused_and_change_nothing(staleness) -> None:
     servers, slices, groups = servers_of(ParameterServer(servers=2, staleness=staleness, slice_bytes=12))
     server = servers[0]
     good = {"shard": 0, "slice": 0, "number": 1, "used": [True], "version": 0, "tick": 0, "count": 1, "scale": 1.0,
@@ -694,30 +740,30 @@ def test_what_nobody_can_have_said_is_refused_and_changes_nothing(staleness) -> 
         bad += [("push", {**good, "number": 5}, [x]), ("push", {**good, "groups": None}, [x])]
     for kind, fields, tensors in bad:
         with pytest.raises(ValueError, match=r"\w"):
-            said(server, 0, kind, tensors, **fields)
-    for sender in (2, 99, -1, -7):  # who is no worker of this run, or no server that keeps this shard
+            send(server, 0, kind, tensors, **fields)
+    for sender in (2, 99, -1, -7):  # not workers of this run, or not servers that have this shard
         with pytest.raises(ValueError, match=r"shard|worker"):
-            said(server, sender, "push", [x], **good)
-    assert said(server, 0, "look", shard=0, slice=0, state=0)[0].tensors[0].tolist() == [0.0] * 3
+            send(server, sender, "push", [x], **good)
+    assert send(server, 0, "look", shard=0, slice=0, state=0)[0].tensors[0].tolist() == [0.0] * 3
     for worker in (0, 1):
-        said(server, worker, "push", [-x], **good)
-    said(server, 0, "take", shard=0, round=1, scale=1.0, groups=groups) if not staleness else None
-    assert said(server, 0, "pull", shard=0, slice=0, need=0, edition=0)[0].fields["version"] == 1
+        send(server, worker, "push", [-x], **good)
+    send(server, 0, "take", shard=0, round=1, scale=1.0, groups=groups) if not staleness else None
+    assert send(server, 0, "pull", shard=0, slice=0, need=0, edition=0)[0].fields["version"] == 1
 
 
-def test_weights_that_are_being_sent_are_not_written_into() -> None:
+def test_weights_in_flight_are_not_overwritten() -> None:
     servers, _, groups = servers_of(ParameterServer(staleness=INF))
     push = {"shard": 0, "slice": 0, "used": [True], "version": 0, "tick": 0, "count": 2, "scale": 1.0, "groups": groups}
-    (sent,) = said(servers[0], 0, "pull", shard=0, slice=0, need=0, edition=9)
+    (sent,) = send(servers[0], 0, "pull", shard=0, slice=0, need=0, edition=9)
     held, before = sent.tensors[0], sent.tensors[0].clone()
-    said(servers[0], 1, "push", [-torch.ones(6)], number=1, **push)
+    send(servers[0], 1, "push", [-torch.ones(6)], number=1, **push)
     assert torch.equal(held, before)
-    (new,) = said(servers[0], 1, "pull", shard=0, slice=0, need=0, edition=0)
+    (new,) = send(servers[0], 1, "pull", shard=0, slice=0, need=0, edition=0)
     assert torch.equal(new.tensors[0], before + 1)
-    said(servers[0], 0, "look", shard=0, slice=0, state=0)  # worker 0 has got what it was sent
+    send(servers[0], 0, "look", shard=0, slice=0, state=0)  # worker 0 has got what it was sent
     servers[0].lost(0)
     servers[0].lost(1)
-    said(servers[0], 1, "push", [-torch.ones(6)], number=2, **push)
+    send(servers[0], 1, "push", [-torch.ones(6)], number=2, **push)
     assert torch.equal(new.tensors[0], before + 2)  # in place again
 
 
@@ -728,7 +774,7 @@ def on_processes(size, directory, law, *args):
     return run(size, connected, "gloo", f"file://{directory}", 60.0, law, *args, timeout_seconds=150.0)
 
 
-def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
+def synchronous_and_asynchronous(comm: Communicator) -> tuple[str, float]:
     digest = train(comm.channel("one"), ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
     replica = counting(comm.channel("other"), ParameterServer(staleness=1))
     for _, mine in replica.sync.work_items(0, 5, lambda: False):
@@ -738,7 +784,7 @@ def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
 
 
 def test_real_processes_compute_what_simulated_ones_do(tmp_path) -> None:
-    assert on_processes(2, tmp_path, in_lockstep_and_not) == simulate(2, in_lockstep_and_not)
+    assert on_processes(2, tmp_path, synchronous_and_asynchronous) == simulate(2, synchronous_and_asynchronous)
 
 
 def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Local SGD, block momentum and DiLoCo against their papers, written down once more by hand, for four workers."""
+"""Local SGD, block momentum and DiLoCo against their papers' equations, for four workers."""
 
 from functools import partial
 
@@ -52,21 +52,21 @@ def gradient(theta: Tensor, rank: int, t: int) -> Tensor:
     return torch.sin(theta * 2 + rank + 0.3 * t) + 0.1 * theta
 
 
-class Life:
-    """One worker of a run: `tensors` with a gradient of its own making at each step."""
+class BoundWorker:
+    """One worker of a run, with a synthetic gradient of `tensors` in each step."""
 
     def __init__(self, comm, sync, compress=None, *, tensors=None, momentum=MOMENTUM, seconds=0.0) -> None:
         self.comm, self.seconds = comm, seconds
         self.parameters = {f"p{i}": nn.Parameter(x.clone()) for i, x in enumerate(tensors or start())}
         self.optimizer = torch.optim.SGD(self.parameters.values(), LR, momentum=momentum)
         self.bound = sync.bind(self.parameters, comm, compress or Cast(), Loop(self.optimizer, control=comm.size))
-        self.heard: dict[int, list[float]] = {}
+        self.controls: dict[int, list[float]] = {}
         self.step_seconds: list[float] = []
 
     def now(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.parameters.values()]
 
-    def walk(self, first: int, until: int) -> list[list[Tensor]]:
+    def take_steps(self, first: int, until: int) -> list[list[Tensor]]:
         """The parameters after each of these steps."""
         return [self.step(t) for t in range(first, until)]
 
@@ -81,7 +81,7 @@ class Life:
         change = bound.settle()
         change.apply(self.local_step, 1.0 if change.agreed else self.comm.size)
         if change.agreed:
-            self.heard[t] = change.control
+            self.controls[t] = change.control
         self.step_seconds.append(self.comm.now() - began)
         return self.now()
 
@@ -90,8 +90,8 @@ class Life:
         self.after_local_step = self.now()
 
 
-def walk(comm, sync, steps, **options) -> list[list[Tensor]]:
-    return Life(comm, sync, **options).walk(0, steps)
+def trajectory(comm, sync, steps, **options) -> list[list[Tensor]]:
+    return BoundWorker(comm, sync, **options).take_steps(0, steps)
 
 
 # --- the papers, by hand
@@ -152,15 +152,15 @@ def by_douillard(steps: int, every: int, fragments: list[list[int]], offsets: li
     workers = [Worker(rank) for rank in range(N)]
     anchor = [nn.Parameter(x) for x in start()]
     outer = [torch.optim.SGD([anchor[i] for i in f], 0.7, momentum=0.9, nesterov=True) for f in fragments]
-    under_way: dict[int, list[Tensor]] = {}
+    in_flight: dict[int, list[Tensor]] = {}
     for t in range(1, steps + 1):
         for w in workers:
             w.step(w.gradients(t - 1))
         for f, which in enumerate(fragments):
             if (t - offsets[f]) % every == 0:
-                under_way[f] = mean([[anchor[i].detach() - w.theta[i] for i in which] for w in workers])
-            if (t - offsets[f] - delay) % every == 0 and f in under_way:
-                for i, g in zip(which, under_way.pop(f)):
+                in_flight[f] = mean([[anchor[i].detach() - w.theta[i] for i in which] for w in workers])
+            if (t - offsets[f] - delay) % every == 0 and f in in_flight:
+                for i, g in zip(which, in_flight.pop(f)):
                     anchor[i].grad = g
                 outer[f].step()
                 for w in workers:
@@ -169,7 +169,7 @@ def by_douillard(steps: int, every: int, fragments: list[list[int]], offsets: li
         yield [list(w.theta) for w in workers]
 
 
-DEALT = [[0, 2], [1, 3]]  # 6 and 6 numbers, then 5 and 4: each to the lighter one
+DIVIDED = [[0, 2], [1, 3]]  # 6 and 6 numbers, then 5 and 4: each to the lighter one
 PAPERS = [
     (LocalSGD(4), by_stich_and_lin(12, 4, 0)),
     (LocalSGD(4, start=3), by_stich_and_lin(15, 4, 3)),
@@ -177,16 +177,16 @@ PAPERS = [
     (BlockMomentum(4, nesterov=True), by_chen_and_huo(12, 4, 0.75, True)),
     (BlockMomentum(3, momentum=0.5), by_chen_and_huo(9, 3, 0.5, False)),
     (DiLoCo(4), by_douillard(12, 4, [[0, 1, 2, 3]], [0], 0, 0.0)),
-    (DiLoCo(6, fragments=2), by_douillard(18, 6, DEALT, [3, 0], 0, 0.0)),
-    (DiLoCo(6, fragments=2, delay=2), by_douillard(18, 6, DEALT, [3, 0], 2, 0.5)),
-    (DiLoCo(6, fragments=2, delay=5, mix=0.1), by_douillard(20, 6, DEALT, [3, 0], 5, 0.1)),
+    (DiLoCo(6, fragments=2), by_douillard(18, 6, DIVIDED, [3, 0], 0, 0.0)),
+    (DiLoCo(6, fragments=2, delay=2), by_douillard(18, 6, DIVIDED, [3, 0], 2, 0.5)),
+    (DiLoCo(6, fragments=2, delay=5, mix=0.1), by_douillard(20, 6, DIVIDED, [3, 0], 5, 0.1)),
 ]
 
 
 @pytest.mark.parametrize(("sync", "paper"), PAPERS, ids=lambda v: notation.show(v) if v in FORMS else None)
 def test_every_step_is_the_papers(sync, paper) -> None:
     expected = list(paper)
-    ours = simulate(N, walk, sync, len(expected))
+    ours = simulate(N, trajectory, sync, len(expected))
     for t, workers in enumerate(expected):
         for rank, theta in enumerate(workers):
             torch.testing.assert_close(ours[rank][t], theta, rtol=0, atol=1e-9)
@@ -197,30 +197,30 @@ def close(a, b) -> None:
 
 
 def test_averaging_after_each_step_of_plain_sgd_is_all_reduce() -> None:
-    plain = partial(walk, momentum=0.0)
+    plain = partial(trajectory, momentum=0.0)
     close(simulate(N, plain, LocalSGD(1), 6), simulate(N, plain, AllReduce(), 6))
 
 
 def test_with_one_replica_block_momentum_is_the_local_optimizer() -> None:
-    close(simulate(1, walk, BlockMomentum(2), 6), simulate(1, walk, AllReduce(), 6))
+    close(simulate(1, trajectory, BlockMomentum(2), 6), simulate(1, trajectory, AllReduce(), 6))
 
 
 @pytest.mark.parametrize("outer", [Momentum(1.0, 0.0), Nesterov(1, 0), Average()])
 def test_an_outer_step_of_one_without_momentum_is_local_sgd(outer) -> None:
-    close(simulate(N, walk, DiLoCo(3, outer=outer), 9), simulate(N, walk, LocalSGD(3), 9))
+    close(simulate(N, trajectory, DiLoCo(3, outer=outer), 9), simulate(N, trajectory, LocalSGD(3), 9))
 
 
 # --- the wire
 
 
 @pytest.mark.parametrize("compress", [Cast(), Quantize(4)])
-def test_a_delay_hides_the_wire(compress) -> None:
+def test_a_delay_hides_communication(compress) -> None:
     tensors, link = [torch.ones(50, 40), torch.ones(3000)], Link(bytes_per_second=2e4 * bits(compress) / 32)
 
     def run(comm, sync):
-        life = Life(comm, sync, compress, tensors=tensors, seconds=1.0)
-        life.walk(0, 16)
-        return life.step_seconds
+        worker = BoundWorker(comm, sync, compress, tensors=tensors, seconds=1.0)
+        worker.take_steps(0, 16)
+        return worker.step_seconds
 
     for seconds in simulate(N, run, DiLoCo(8, fragments=2, delay=3), link=link):
         assert seconds == pytest.approx([1.0] * 16, abs=1e-6)
@@ -228,11 +228,11 @@ def test_a_delay_hides_the_wire(compress) -> None:
         assert [s > 1.5 for s in seconds] == [t % 8 == 7 for t in range(16)]
 
 
-def test_a_step_waits_for_the_wire_once_the_delay_has_passed() -> None:
+def test_a_step_waits_for_communication_after_the_delay() -> None:
     def run(comm):
-        life = Life(comm, DiLoCo(8, delay=2), tensors=[torch.ones(5000)], seconds=1.0)
-        life.walk(0, 10)
-        return life.step_seconds
+        worker = BoundWorker(comm, DiLoCo(8, delay=2), tensors=[torch.ones(5000)], seconds=1.0)
+        worker.take_steps(0, 10)
+        return worker.step_seconds
 
     for seconds in simulate(N, run, link=Link(bytes_per_second=1e4)):  # 3 seconds for 2/4 of 20 kB, three times
         assert seconds[:9] == pytest.approx([1.0] * 9, abs=1e-6)
@@ -247,7 +247,7 @@ def test_four_bits_each_64_steps_send_a_450th_of_all_reduce() -> None:
     tensors = [torch.ones(500, 500)]
 
     def run(comm, sync, compress, steps):
-        walk(comm, sync, steps, compress=compress, tensors=tensors)
+        trajectory(comm, sync, steps, compress=compress, tensors=tensors)
         return comm.bytes_sent
 
     for sent, all_reduce in zip(simulate(N, run, DiLoCo(64), Quantize(4), 64),
@@ -263,51 +263,51 @@ AGREED = {
     LocalSGD(4, start=2): {0: 0, 1: 1, 5: 5, 9: 9},
     BlockMomentum(5): {4: 4, 9: 9},
     DiLoCo(6, fragments=2): {5: 5, 11: 11},
-    DiLoCo(6, fragments=2, delay=2): {7: 5},  # what was said two steps before
+    DiLoCo(6, fragments=2, delay=2): {7: 5},  # the control words of two steps before
 }
 
 
 @pytest.mark.parametrize("sync", AGREED, ids=notation.show)
-def test_all_hear_all_in_the_same_steps(sync) -> None:
+def test_control_words_arrive_in_the_same_steps_on_all_workers(sync) -> None:
     def run(comm):
-        life = Life(comm, sync)
-        life.walk(0, 12)
-        return life.heard
+        worker = BoundWorker(comm, sync)
+        worker.take_steps(0, 12)
+        return worker.controls
 
-    assert simulate(N, run) == [{t: [said + 1.0] * N for t, said in AGREED[sync].items()}] * N
+    assert simulate(N, run) == [{t: [sent_at + 1.0] * N for t, sent_at in AGREED[sync].items()}] * N
 
 
 @pytest.mark.short(8)
 @form
 @pytest.mark.parametrize("compress", [Cast(), Cast("bf16"), Exact()], ids=notation.show)
-def test_after_a_meeting_all_are_equal_and_the_walks_have_the_same_mean(sync, compress) -> None:
+def test_after_a_synchronization_all_are_equal_and_the_mean_is_preserved(sync, compress) -> None:
     def run(comm, steps):
-        life = Life(comm, sync, compress)
-        life.walk(0, steps)
-        before = life.now()
-        life.bound.synchronize()
+        worker = BoundWorker(comm, sync, compress)
+        worker.take_steps(0, steps)
+        before = worker.now()
+        worker.bound.synchronize()
         sent = comm.bytes_sent
-        life.bound.synchronize()
+        worker.bound.synchronize()
         assert comm.bytes_sent == sent  # they are known to be equal
-        return before, life.now()
+        return before, worker.now()
 
     for steps in range(0, 13):
-        met = simulate(N, run, steps)
-        assert all(torch.equal(a, b) for _, after in met for a, b in zip(after, met[0][1]))
+        synchronized = simulate(N, run, steps)
+        assert all(torch.equal(a, b) for _, after in synchronized for a, b in zip(after, synchronized[0][1]))
         if not getattr(sync, "delay", 0):
-            close(met[0][1], mean([before for before, _ in met]))
+            close(synchronized[0][1], mean([before for before, _ in synchronized]))
 
 
 @form
-def test_inside_shared_all_have_the_same_and_outside_what_they_had(sync) -> None:
+def test_averaged_weights_are_equal_inside_and_restored_outside(sync) -> None:
     def run(comm, steps):
-        life = Life(comm, sync)
-        life.walk(0, steps)
-        before, sent = life.now(), comm.bytes_sent
-        with life.bound.averaged_weights():
-            inside = life.now()
+        worker = BoundWorker(comm, sync)
+        worker.take_steps(0, steps)
+        before, sent = worker.now(), comm.bytes_sent
+        with worker.bound.averaged_weights():
+            inside = worker.now()
         assert comm.bytes_sent == sent
-        assert all(map(torch.equal, life.now(), before))
+        assert all(map(torch.equal, worker.now(), before))
         return inside
 
     for steps in (0, 1, 4, 6, 8, 9):
@@ -315,34 +315,37 @@ def test_inside_shared_all_have_the_same_and_outside_what_they_had(sync) -> None
         assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def test_right_after_an_average_the_parameters_are_what_is_shared() -> None:
+def test_averaged_weights_are_those_of_the_last_average() -> None:
     def run(comm):
-        life = Life(comm, LocalSGD(3))
-        life.walk(0, 3)
-        at_average = life.now()
-        life.step(3)
-        with life.bound.averaged_weights():
-            return all(map(torch.equal, life.now(), at_average))
+        worker = BoundWorker(comm, LocalSGD(3))
+        worker.take_steps(0, 3)
+        at_average = worker.now()
+        worker.step(3)
+        with worker.bound.averaged_weights():
+            return all(map(torch.equal, worker.now(), at_average))
 
     assert all(simulate(2, run))
 
 
 @form
-@pytest.mark.parametrize("met", [1, 2, 3, 4, 5, 7, 8])
-def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, met) -> None:
+@pytest.mark.parametrize("synchronized", [1, 2, 3, 4, 5, 7, 8])
+def test_a_resumed_run_equals_an_uninterrupted_one(sync, synchronized) -> None:
     def run(comm):
-        one = Life(comm, sync)
-        one.walk(0, met)
+        one = BoundWorker(comm, sync)
+        one.take_steps(0, synchronized)
         one.bound.synchronize()
         state = {name: x.clone() for name, x in one.bound.state_dict().items()}
-        two = Life(comm.channel("another life"), sync, tensors=one.now())
+        two = BoundWorker(comm.channel("another attempt"), sync, tensors=one.now())
         for p, q in zip(one.parameters.values(), two.parameters.values()):
             two.optimizer.state[q] = {k: v.clone() for k, v in one.optimizer.state[p].items()}
         two.bound.load_state_dict(state)
-        undisturbed, resumed = one.walk(met, met + 15), two.walk(met, met + 15)
-        assert {t: words for t, words in one.heard.items() if t >= met} == two.heard
-        assert len(two.heard) >= 2
-        assert all(torch.equal(a, b) for x, y in zip(undisturbed, resumed) for a, b in zip(x, y))
+        uninterrupted, resumed = (
+            one.take_steps(synchronized, synchronized + 15),
+            two.take_steps(synchronized, synchronized + 15),
+        )
+        assert {t: words for t, words in one.controls.items() if t >= synchronized} == two.controls
+        assert len(two.controls) >= 2
+        assert all(torch.equal(a, b) for x, y in zip(uninterrupted, resumed) for a, b in zip(x, y))
         return {name: x.tolist() for name, x in state.items()}
 
     first, *others = simulate(N, run)
@@ -352,17 +355,17 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, met) -> None:
 @form
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_lost_peer_leaves_the_survivors_after_their_own_step(sync, count) -> None:
-    lives: dict[int, Life] = {}
+    workers: dict[int, BoundWorker] = {}
 
     def run(comm):
-        lives[comm.rank] = life = Life(Faulty(comm, [InjectedFailure(rank=1, verb="*", count=count)]), sync)
-        life.after_local_step = life.now()
-        life.walk(0, 40)
+        workers[comm.rank] = worker = BoundWorker(Faulty(comm, [InjectedFailure(rank=1, verb="*", count=count)]), sync)
+        worker.after_local_step = worker.now()
+        worker.take_steps(0, 40)
 
     outcome = outcomes(N, run)
     for rank in (0, 2, 3):
         assert isinstance(outcome[rank], PeerLost)
-        assert all(map(torch.equal, lives[rank].now(), lives[rank].after_local_step))
+        assert all(map(torch.equal, workers[rank].now(), workers[rank].after_local_step))
 
 
 # --- values
@@ -385,7 +388,7 @@ def test_a_config_reads_and_shows_them(text) -> None:
     assert type(config.sync).__name__ == text.partition("(")[0]
 
 
-def test_an_outer_optimizer_alone_is_no_synchronizer() -> None:
+def test_an_outer_optimizer_is_not_a_synchronizer() -> None:
     with pytest.raises(InvalidInput, match="sync"):
         Config.of({"sync": "Nesterov()"})
 
@@ -406,14 +409,14 @@ def test_an_outer_optimizer_alone_is_no_synchronizer() -> None:
         (lambda: Momentum(momentum=float("nan")), "momentum=nan"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(build, words) -> None:
+def test_invalid_arguments_are_refused_by_name(build, words) -> None:
     with pytest.raises(ValueError, match=words):
         build()
 
 
 def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(InvalidInput, match="fragments = 5"):
-        simulate(1, walk, DiLoCo(9, fragments=5), 1)
+        simulate(1, trajectory, DiLoCo(9, fragments=5), 1)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 30))
@@ -436,10 +439,10 @@ def test_equal_layers_are_strided() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9))
-def test_each_fragment_has_one_turn_in_each_period(every, fragments, first) -> None:
+def test_each_fragment_is_due_once_in_each_period(every, fragments, first) -> None:
     schedule = SyncSchedule(every, start=first, fragments=min(every, fragments))
-    turns = [schedule.due(taken) for taken in range(1, first + 2 * every + 1)]
-    assert turns[:first] == [None] * first
-    for period in (turns[first : first + every], turns[first + every :]):
+    due = [schedule.due(taken) for taken in range(1, first + 2 * every + 1)]
+    assert due[:first] == [None] * first
+    for period in (due[first : first + every], due[first + every :]):
         assert [f for f in period if f is not None] == list(range(schedule.fragments))
         assert period[-1] == schedule.fragments - 1

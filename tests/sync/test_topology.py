@@ -1,4 +1,4 @@
-"""Laws of every topology: nothing is lost, everybody is reached, and the mixing contracts."""
+"""Laws of every topology: weights are conserved, all ranks are reached, and mixing contracts."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ law = pytest.mark.parametrize("topology", TABLE, ids=notation.show)
 
 
 def matrix(topology: Topology, size: int, step: int) -> np.ndarray:
-    """W[i][j]: which part of j's weights i has after the step."""
+    """W[i][j]: the part of j's weights that i has after the step."""
     w = np.eye(size)
     for j in range(size):
         for i, part in topology.sends(j, size, step).items():
@@ -23,13 +23,13 @@ def matrix(topology: Topology, size: int, step: int) -> np.ndarray:
 
 
 def gap(topology: Topology, size: int) -> float:
-    """By which factor a step shortens the distance to the mean, where all steps are alike."""
+    """The factor by which a step reduces the distance to the mean, if all steps are equal."""
     return float(np.linalg.norm(matrix(topology, size, 0) - 1 / size, 2))
 
 
 @law
 @given(size=st.integers(1, 33), step=st.integers(0, 200))
-def test_nothing_is_lost_and_both_ends_say_the_same(topology, size, step) -> None:
+def test_parts_add_up_and_both_ends_agree(topology, size, step) -> None:
     w = matrix(topology, size, step)
     assert (w >= 0).all()
     assert w.sum(0) == pytest.approx(1)
@@ -46,7 +46,7 @@ def test_nothing_is_lost_and_both_ends_say_the_same(topology, size, step) -> Non
 
 @law
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 12, 16])
-def test_everybody_is_reached_and_what_they_hold_contracts(topology, size) -> None:
+def test_every_worker_is_reached_and_mixing_contracts(topology, size) -> None:
     product = np.eye(size)
     for step in range(8 * size):
         product = matrix(topology, size, step) @ product
@@ -85,6 +85,6 @@ def test_pairs_change_from_step_to_step_and_with_the_seed() -> None:
 
 @law
 @pytest.mark.parametrize("size", [2, 4, 8, 12])
-def test_turns_tell_how_seldom_an_edge_is_used(topology, size) -> None:
+def test_the_period_is_how_rarely_an_edge_is_used(topology, size) -> None:
     used = [set(topology.sends(0, size, step)) for step in range(300)]
     assert topology.period(size) == len(set.union(*used)) / max(map(len, used))

@@ -1,4 +1,4 @@
-"""Replicas with unequal shares of a step: what a sample counts for does not depend on who computes it."""
+"""Replicas with unequal work: the weight of a sample does not depend on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Run:
 
 
 def with_constant_gradients(run: Run) -> Run:
-    """The mean gradient of each replica is its rank + 1, which no weight has a say in."""
+    """Replace the mean gradient of each replica by its rank + 1, independent of the weights."""
     own = sum(map(samples_of, run.mine))
     each = (1 + run.rank) * own / run.reference / len(run.mine)
     for p in run.model.parameters():
@@ -84,18 +84,18 @@ def ranges(*counts: int) -> list[range]:
     return [range(first, until) for first, until in pairwise(accumulate(counts, initial=0))]
 
 
-def run(comm: Communicator, *args, meetings: Sequence[int] = (), **options) -> list[Tensor]:
+def run(comm: Communicator, *args, synchronizations: Sequence[int] = (), **options) -> list[Tensor]:
     """The weights after each step."""
     mine, path = Run(comm, *args, **options), []
     for t in range(STEPS):
         path.append(mine.step(t))
-        if t in meetings:
+        if t in synchronizations:
             mine.replica.synchronize()
     return path
 
 
 def whole(count: int, **options) -> list[Tensor]:
-    """What one worker computes with the mean gradient over all samples."""
+    """The result of one worker with the mean gradient over all samples."""
     (path,) = simulate(1, partial(run, **options), AllReduce(), ranges(count))
     return path
 
@@ -118,12 +118,12 @@ def test_an_average_after_each_plain_step_is_all_reduce_for_any_shares(counts) -
 
 
 def test_exact_sums_count_samples_too() -> None:
-    """Up to the numbers that they are rounded to."""
+    """Up to rounding."""
     close(simulate(3, partial(run, compress=Exact()), LocalSGD(1), ranges(1, 2, 4)), whole(7), atol=1e-6)
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_the_walks_of_a_round_count_by_their_samples(every) -> None:
+def test_local_updates_are_weighted_by_samples(every) -> None:
     """McMahan et al. 2017, algorithm 1: the sum of n_k / n times the weights of k."""
     counts = (1, 2, 4)
     shares, total = ranges(*counts), sum(map(samples_of, range(7)))
@@ -149,35 +149,35 @@ def test_the_walks_of_a_round_count_by_their_samples(every) -> None:
 
 
 @pytest.mark.parametrize("sync", [LocalSGD(4), DiLoCo(4, outer=Average(), fragments=2)], ids=notation.show)
-@pytest.mark.parametrize("meetings", [(0,), (1, 2), (3,), (4,)])
-def test_a_meeting_in_the_midst_of_a_round_changes_no_mean(sync, meetings) -> None:
-    """Of linear models, whose walks add up wherever they start from."""
+@pytest.mark.parametrize("synchronizations", [(0,), (1, 2), (3,), (4,)])
+def test_a_synchronization_within_a_round_preserves_the_mean(sync, synchronizations) -> None:
+    """With constant gradients, so that local updates do not depend on the weights."""
     shares = ranges(1, 2, 4)
 
-    def last_anchor(comm: Communicator, meetings: Sequence[int]) -> Tensor:
+    def last_anchor(comm: Communicator, synchronizations: Sequence[int]) -> Tensor:
         mine = with_constant_gradients(Run(comm, sync, shares))
         for t in range(STEPS):
             mine.step(t)
-            if t in meetings:
+            if t in synchronizations:
                 mine.replica.synchronize()
         mine.replica.synchronize()
         return weights(mine.model)
 
-    for found, expected in zip(simulate(3, last_anchor, meetings), simulate(3, last_anchor, ())):
+    for found, expected in zip(simulate(3, last_anchor, synchronizations), simulate(3, last_anchor, ())):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_what_optimizers_remember_counts_by_samples_where_all_meet() -> None:
+def test_optimizer_states_are_averaged_by_samples() -> None:
     expected = whole(7, momentum=0.9)
-    meeting = partial(run, momentum=0.9, meetings=range(STEPS))
-    close(simulate(3, meeting, LocalSGD(1), ranges(1, 2, 4)), expected)
+    synchronizing = partial(run, momentum=0.9, synchronizations=range(STEPS))
+    close(simulate(3, synchronizing, LocalSGD(1), ranges(1, 2, 4)), expected)
 
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("compress", [Cast(), TopK(0.5), Quantize(4)], ids=notation.show)
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_walks_in_lossy_messages_add_up_by_samples_in_the_end(compress, fragments) -> None:
-    """What a message leaves out is owed, and comes later."""
+def test_compressed_local_updates_are_weighted_by_samples_in_the_limit(compress, fragments) -> None:
+    """By error feedback, what a message leaves out is sent later."""
     shares, steps = ranges(1, 2, 4), 120
 
     def end(comm: Communicator) -> Tensor:

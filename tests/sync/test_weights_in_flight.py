@@ -1,4 +1,4 @@
-"""Weights that arrive while the forward pass is under way: never used before they are here, lost with nobody."""
+"""Weights that arrive during the forward pass: never used before they have arrived, never lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = ParameterServer(servers=2, slice_bytes=64)
 
 
 class Crooked(nn.Module):
-    """Uses weights in every way but by calling their modules in order."""
+    """Uses weights in every way except by calling their modules in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def learn_crooked(comm: Simulated, sync: Synchronizer, steps: int = 6, **options
     return fingerprint(weights_of(trainee.model))
 
 
-def test_whatever_way_a_weight_is_used_it_is_the_new_one() -> None:
+def test_every_use_of_a_weight_sees_the_new_one() -> None:
     expected = set(simulate(2, learn_crooked, AllReduce()))
     assert len(expected) == 1
     for sync in (SMALL, ParameterServer()):
@@ -99,7 +99,7 @@ def test_whatever_way_a_weight_is_used_it_is_the_new_one() -> None:
 
 
 class Layer(nn.Module):
-    """Takes a second; says when it begins and how many of `pull_in_flight` have not arrived by then."""
+    """Takes a second; records when it begins and how many slices are still in flight then."""
 
     def __init__(self, trace: list[tuple[float, int]], comm: Simulated) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 def layers(
     comm: Simulated, sync: Synchronizer, steps: int = 3, **options: Any
 ) -> tuple[float, list[tuple[float, int]]]:
-    """When the last step was applied, and what its forward pass says."""
+    """When the last step was applied, and the trace of its forward pass."""
     trace: list[tuple[float, int]] = []
     model = nn.Sequential(*[Layer(trace, comm) for _ in range(4)])
     trainee = Trainee(comm, model, sync, Cast("bf16"), sgd, **options)
@@ -131,7 +131,7 @@ def layers(
     return began, trace
 
 
-def test_the_first_layers_compute_while_the_last_weights_are_on_their_way() -> None:
+def test_the_first_layers_compute_while_the_last_weights_are_in_flight() -> None:
     sync = ParameterServer(slice_bytes=40_000)
     began, trace = simulate(1, layers, sync, link=SLOW)[0]
     assert [pull_in_flight for _, pull_in_flight in trace] == [
@@ -148,7 +148,7 @@ def test_the_first_layers_compute_while_the_last_weights_are_on_their_way() -> N
 
 
 @pytest.mark.parametrize("staleness", [0, 1, inf])
-def test_that_saves_the_time_of_the_forward_pass(staleness: float) -> None:
+def test_overlap_saves_the_time_of_the_forward_pass(staleness: float) -> None:
     def seconds(**options: Any) -> float:
         ((_, trace),) = simulate(1, partial(layers, steps=8, **options), sync, link=SLOW)
         return trace[-1][0]
@@ -158,8 +158,8 @@ def test_that_saves_the_time_of_the_forward_pass(staleness: float) -> None:
     assert saved / 6 > 2.9  # of 4 seconds forward in each step from the third on, which the weights take as well
 
 
-def test_pushes_too_are_on_their_way_while_the_next_share_is_begun() -> None:
-    """Then begin three of four layers before the answers to all pushes are here; their sums are left alone."""
+def test_pushes_are_in_flight_while_the_next_item_begins() -> None:
+    """Layers begin before all pushes are answered; the sums of these pushes are not overwritten."""
 
     def run(comm: Simulated) -> list[int]:
         trace: list[tuple[float, int]] = []
@@ -176,7 +176,7 @@ def test_pushes_too_are_on_their_way_while_the_next_share_is_begun() -> None:
     assert simulate(1, run, link=SLOW) == [[2, 2, 2, 0]]
 
 
-def test_a_weight_that_nobody_has_asked_for_is_refused_with_the_cure() -> None:
+def test_a_weight_that_was_not_waited_for_is_refused_with_the_cure() -> None:
     class Whimsical(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +206,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
-def test_there_are_no_hooks_where_nothing_is_ever_on_its_way() -> None:
+def test_there_are_no_hooks_where_no_weights_are_in_flight() -> None:
     def hooks(comm: Simulated, sync: Synchronizer, **options: Any) -> int:
         return hooks_of(bound(comm, sync, Cast(), **options).model)
 
@@ -217,10 +217,10 @@ def test_there_are_no_hooks_where_nothing_is_ever_on_its_way() -> None:
         assert simulate(2, partial(hooks, **options), SMALL) == [0, 0]
     loop = partial(hooks, on_gradient=print)  # a user's own, where changes of buffers are followed
     assert simulate(2, loop, SMALL) == simulate(2, loop, AllReduce())
-    assert simulate(1, hooks, SMALL) == [0]  # with nobody to agree with there is no server
+    assert simulate(1, hooks, SMALL) == [0]  # a single replica has no server
 
 
-def test_the_model_is_left_as_it_was_and_can_be_copied_before() -> None:
+def test_hooks_are_removed_and_the_model_can_be_copied_with_them() -> None:
     def run(comm: Simulated) -> None:
         replica = bound(comm, SMALL, Cast())
         advance(replica, comm, 0, 2)
@@ -250,7 +250,7 @@ def test_a_users_own_loop_finds_the_weights_right_after_the_step() -> None:
 
 
 @pytest.mark.parametrize("between", ["synchronize", "averaged_weights", "state_dict", "unbind", "wait_parameters"])
-def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> None:
+def test_weights_read_between_steps_are_the_new_ones(between: str) -> None:
     def run(comm: Simulated, sync: Synchronizer) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -271,9 +271,7 @@ def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> Non
 @pytest.mark.short(2)
 @pytest.mark.parametrize("compress", [OneBit(), TopK(0.2), Quantize(4)], ids=notation.show)
 @pytest.mark.parametrize(("sync", "size"), [(SMALL, 2), (ParameterServer(staleness=inf, slice_bytes=64), 1)])
-def test_what_compressors_owe_is_committed_once_and_in_time(
-    sync: ParameterServer, size: int, compress: Compressor
-) -> None:
+def test_residuals_are_committed_once_and_in_time(sync: ParameterServer, size: int, compress: Compressor) -> None:
     late = simulate(size, partial(train, steps=8), sync, compress, adamw, link=SLOW)
     here = simulate(size, partial(train, steps=8, lazy=False), sync, compress, adamw, link=SLOW)
     assert [digest for _, digest, _ in late] == [digest for _, digest, _ in here]
@@ -304,7 +302,7 @@ def test_a_step_counts_as_taken_when_its_weights_are_here_and_all_answers_may_co
 
 
 def learn_with_a_loss(comm: Simulated, sync: Synchronizer, lost: int | None, where: str) -> str:
-    """Server `lost` goes in the fourth step: before its forward pass, or when the module `where` is done."""
+    """Server `lost` is lost in the fourth step: before its forward pass, or after the module `where`."""
     replica = bound(comm, sync, Exact(), adamw)
     armed = False
 
@@ -328,7 +326,7 @@ def learn_with_a_loss(comm: Simulated, sync: Synchronizer, lost: int | None, whe
 @pytest.mark.short(3)
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("where", ["", "embed", "first", "second"])
-def test_a_server_may_be_lost_while_weights_are_on_their_way(where: str, lost: int) -> None:
+def test_a_server_may_be_lost_while_weights_are_in_flight(where: str, lost: int) -> None:
     expected = simulate(2, learn_with_a_loss, AllReduce(), None, where)
     assert simulate(2, learn_with_a_loss, SMALL, lost, where, link=SLOW) == expected
 

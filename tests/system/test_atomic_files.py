@@ -1,9 +1,10 @@
-"""A file is there whole or not at all, and an error that passes is not the end."""
+"""Files are complete or absent, and transient errors are retried."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_what_passes_is_tried_again(number: int, tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize(("number", "tries"), [(errno.ESTALE, 3), (errno.ENOSPC, 1)])
-def test_what_does_not_pass_is_told_and_leaves_nothing(number: int, tries: int, tmp_path: Path, monkeypatch) -> None:
+def test_a_permanent_error_is_raised_and_leaves_no_file(number: int, tries: int, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_bytes(b"before")
     called = failing(monkeypatch, "replace", 9, number)
     with pytest.raises(OSError, match=os.strerror(number)):
@@ -113,9 +114,9 @@ def test_what_is_appended_goes_to_a_file_of_its_own_and_nowhere_else(tmp_path: P
     assert made.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_lies_under_the_temporary_name_is_not_written_into(tmp_path: Path) -> None:
+def test_a_file_with_the_temporary_name_is_not_written_to(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"mine")
-    os.link(other, tmp_path / f".file.{os.getpid()}.tmp")
+    os.link(other, tmp_path / f".file.{os.getpid()}.{threading.get_ident()}.tmp")
     atomic.write(tmp_path / "file", b"new")
     assert (other.read_bytes(), (tmp_path / "file").read_bytes()) == (b"mine", b"new")

@@ -1,4 +1,4 @@
-"""Pauses that grow up to a bound, after any number of attempts."""
+"""Backoff: pauses that grow up to a bound, after any number of attempts."""
 
 from __future__ import annotations
 

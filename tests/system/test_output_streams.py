@@ -1,4 +1,4 @@
-"""Output that nobody takes is lost, and whoever writes it goes on."""
+"""Output to a closed or full stream is dropped, and the writer continues."""
 
 from __future__ import annotations
 

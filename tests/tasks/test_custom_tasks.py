@@ -1,4 +1,4 @@
-"""Tasks as users write them: any batch, any collate, any weight; and what a task cannot be, said in one sentence."""
+"""Tasks of users: any batch, any collate function, any weight; and messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of the learning-rate schedules."""
+"""The learning-rate schedules."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Where a task comes from, its arguments by annotation, and one sentence for each thing that cannot work."""
+"""Where a task comes from, its arguments by annotation, and messages for what cannot work."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
     [
         ("mine.py:mke", {}, "task = mine.py:mke: mine.py has no function mke; did you mean make?"),
         ("mine.py:zzz", {}, "known: broken, make, needs, nothing"),
-        ("mine.py:nothing", {}, "it gave an int, not a Task; end the function with return unisono.Task(…)."),
-        ("mine.py:number", {}, "it gave an int, not a Task"),
+        ("mine.py:nothing", {}, "it returned an int, not a Task; end the function with return unisono.Task(…)."),
+        ("mine.py:number", {}, "it returned an int, not a Task"),
         ("mine.py:broken", {}, r"mine.py, line 25 (return 1 / zero): ZeroDivisionError: division by zero"),
         ("wrong.py:x", {}, "wrong.py, line 2: SyntaxError: invalid syntax"),
         ("fails.py:x", {}, "fails.py, line 2 (json.loads('{')): json.decoder.JSONDecodeError"),

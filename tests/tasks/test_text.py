@@ -1,4 +1,4 @@
-"""The text task: which bytes are read, how they are cut into windows, and what unreadable text says."""
+"""The text task: which bytes are read, how they are split into windows, and messages for unreadable text."""
 
 from __future__ import annotations
 

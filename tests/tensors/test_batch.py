@@ -1,4 +1,4 @@
-"""What a batch holds, whatever kind of container it is."""
+"""What a batch holds, in any kind of container."""
 
 from __future__ import annotations
 

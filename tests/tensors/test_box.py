@@ -1,4 +1,4 @@
-"""Boxes of tensors: they divide, meet and miss as sets of elements do."""
+"""Boxes of tensors behave as sets of elements: division, intersection, disjointness."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_boxes_on_a_staircase_are_checked_as_quickly() -> None:
     ("parts", "words"),
     [
         ([((0, 0), (2, 3)), ((4, 0), (2, 3))], r"\[2:4, 0:3\] of \[6, 3\] is missing"),
-        ([((0, 0), (4, 3)), ((3, 1), (3, 2))], r"\[3:4, 1:3\] of \[6, 3\] is there twice"),
+        ([((0, 0), (4, 3)), ((3, 1), (3, 2))], r"\[3:4, 1:3\] of \[6, 3\] is covered twice"),
         ([], r"\[0:6, 0:3\] of \[6, 3\] is missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What forward passes leave in buffers is what one process would have left, whoever computed what."""
+"""Buffers that forward passes change end as in one process, with any assignment of work."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A loop of one's own on many workers takes the steps that plain PyTorch takes on all their samples together."""
+"""A custom loop on many workers takes the steps that plain PyTorch takes on all their samples."""
 
 from __future__ import annotations
 
@@ -21,49 +21,19 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unisono
 from tests.support import processes
+from tests.trainer.small_loops import MAKERS, SHARE, STEPS, data, loss_of, net, noisy, samples, state, world_of
 from unisono import AllReduce, Exact, LocalSGD, ParameterServer, World
 from unisono.checkpoint import fingerprint
 from unisono.comm import outcomes, simulate
-from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.model_state import weights_of
 from unisono.errors import InvalidInput, TaskMismatch, UnisonoError
 from unisono.launch import WorkerIdentity
-from unisono.observe import ThreadTracker
 
-SHARE, STEPS = 6, 4
 SMALL = AllReduce(bucket_bytes=1, first_bytes=1)
-MAKERS: dict[str, Callable] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
-}
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 1))
-
-
-def noisy() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-
-def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(step)
-    return torch.randn(size * SHARE, 5, generator=random), torch.randn(size * SHARE, 1, generator=random)
-
-
-def world_of(comm) -> World:
-    who, watch = WorkerIdentity(comm.rank, comm.size, comm.rank, comm.size), ThreadTracker()
-    return World(LoopGroup(who, comm, watch), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
 
 
 def loop(world: World, maker: str, passes: int = 1, scheduled: str = "", seed: int = 0, **options) -> torch.Tensor:
@@ -401,11 +371,6 @@ def test_odd_parameters_and_branches_that_only_some_workers_take(size, options, 
 # --- world.steps
 
 
-def data(count: int = 40) -> TensorDataset:
-    random = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(count, 5, generator=random), torch.randn(count, 1, generator=random))
-
-
 def dealt(world: World, build: Callable = noisy, micro_batch: int = 3, **options) -> tuple[str, list[float]]:
     model = build()
     optimizer = MAKERS["adamw"](model.parameters())
@@ -555,10 +520,6 @@ def test_the_mean_is_weighted_and_the_same_everywhere() -> None:
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def state(model: nn.Module) -> torch.Tensor:
-    return torch.cat([t.detach().double().reshape(-1) for t in model.state_dict().values()])
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {

@@ -1,4 +1,4 @@
-"""What the training loop does when its workers change, seen from one of them."""
+"""The training loop of one worker while the view changes."""
 
 from __future__ import annotations
 

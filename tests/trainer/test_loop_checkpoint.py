@@ -1,4 +1,4 @@
-"""A loop of one's own that was saved goes on as if it had never ended."""
+"""A custom loop that is resumed from a checkpoint continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.test_damage import flip
+from tests.support.checkpoints import flip
 from tests.support.training_runs import source, train
-from tests.trainer.test_custom_loop import MAKERS, SHARE, data, loss_of, net, noisy, samples, state, world_of
+from tests.trainer.small_loops import MAKERS, SHARE, data, loss_of, net, noisy, samples, state, world_of
 from unisono import DiLoCo, Exact, LocalSGD, ParameterServer, PowerSGD, TopK, WithErrorFeedback, World
 from unisono.checkpoint import checkpoints, open_checkpoint
 from unisono.comm import simulate

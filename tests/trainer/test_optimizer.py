@@ -1,4 +1,4 @@
-"""Optimizers are fused where they can be, and their state survives a round trip under global names."""
+"""Optimizers are fused where possible, and their state survives a round trip under global names."""
 
 import pytest
 import torch

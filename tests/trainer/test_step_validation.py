@@ -1,4 +1,4 @@
-"""Bad steps are dropped alike by all workers, and named; replicas that differ are healed."""
+"""All workers discard and name the same bad steps; replicas that differ are repaired."""
 
 from __future__ import annotations
 

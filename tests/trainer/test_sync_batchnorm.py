@@ -1,4 +1,4 @@
-"""Batch normalisation over several workers is batch normalisation over their samples together."""
+"""Batch normalization over several workers equals that over all their samples."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What workers must have in common: what differs is named, and what may differ between hosts raises no alarm."""
+"""What workers must have in common: differences are named, and allowed ones raise no alarm."""
 
 from __future__ import annotations
 

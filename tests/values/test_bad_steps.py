@@ -1,4 +1,4 @@
-"""Which steps count, as arithmetic: laws of the judge and of comparing replicas."""
+"""Which steps count, as arithmetic: laws of the anomaly detector and of comparing replicas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_finite_losses_are_bad_only_by_their_gradient(policy, losses, other, nor
 def test_what_a_compressor_cannot_hold_is_not_said_to_be_a_loss() -> None:
     bad = AnomalyDetector(Skip()).inspect(0, [1.0, NOT_REPRESENTABLE], NOT_REPRESENTABLE, never)
     assert bad is not None
-    assert "a gradient is too large for what travels" in bad.why
+    assert "a gradient is too large for the compressor" in bad.why
 
 
 @given(st.lists(LOSS, min_size=ENOUGH, max_size=2 * REMEMBERED), st.floats(0.5, 50), st.floats(0, 100))

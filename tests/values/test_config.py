@@ -1,4 +1,4 @@
-"""A config is the same value in Python, TOML, text and back."""
+"""A config survives round trips through Python, TOML and text."""
 
 import copy
 import dataclasses

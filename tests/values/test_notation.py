@@ -1,6 +1,7 @@
-"""Values are written and read in one notation, and nothing that is read is ever run."""
+"""Values are written and read in one notation, and nothing that is read is executed."""
 
 import contextlib
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -102,11 +103,11 @@ def test_a_mapping_is_a_value_in_any_order() -> None:
     [
         (
             "Layout(tensor=2, plan={'a': 'diagonal'})",
-            "plan: 'a': 'diagonal' is no way to split a matrix, as column, row",
+            "plan: 'a': 'diagonal' is not one of column, row",
         ),
-        ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is no way to split a matrix"),
-        ("Layout(tensor=2, plan='a')", "plan='a' is no mapping of names to words"),
-        ("Layout(plan={'a': 'row'})", "split over tensor workers, and tensor=1"),
+        ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is not one of column"),
+        ("Layout(tensor=2, plan='a')", "plan='a' is not a mapping of names to words"),
+        ("Layout(plan={'a': 'row'})", "splits matrices over tensor workers, and tensor=1"),
     ],
 )
 def test_a_plan_is_checked_as_far_as_it_can_be_without_a_model(text, words) -> None:
@@ -126,8 +127,8 @@ def test_a_plan_is_checked_as_far_as_it_can_be_without_a_model(text, words) -> N
         ("", "not a literal call ("),
         ("40", "not a literal call; write for instance"),
         ("[Exact()]", "not a literal call"),
-        ("Exact(*[40])", "stars cannot be unpacked here"),
-        ("Exact(**{'fraction_bits': 40})", "stars cannot be unpacked here"),
+        ("Exact(*[40])", "* and ** cannot be unpacked here"),
+        ("Exact(**{'fraction_bits': 40})", "* and ** cannot be unpacked here"),
         ("Exact(open)", "open is not a listed name"),
         ("Exact(open('x'))", "open is not a listed name"),
         ("__import__('os').system('true')", "__import__('os').system is not a listed name"),
@@ -141,10 +142,10 @@ def test_a_plan_is_checked_as_far_as_it_can_be_without_a_model(text, words) -> N
         ("ByName((*(1, 2),))", "neither a literal nor a listed name"),
         ("Exact(2 ** 9)", "2 ** 9 is neither a literal nor a listed name"),
         ("Exact((y := 40))", "neither a literal nor a listed name"),
-        ("Exact({[]: 1})", "[] is no text, as the names in a mapping are"),
-        ("Exact({1: 1})", "1 is no text, as the names in a mapping are"),
-        ("Exact({**{}})", "** is no text, as the names in a mapping are"),
-        ("Exact({'a': 1, 'a': 2})", "'a' is named twice; write it once"),
+        ("Exact({[]: 1})", "[] is not text, which the keys of a mapping are"),
+        ("Exact({1: 1})", "1 is not text, which the keys of a mapping are"),
+        ("Exact({**{}})", "** is not text, which the keys of a mapping are"),
+        ("Exact({'a': 1, 'a': 2})", "'a' is written twice; write it once"),
         ("Exact({'a': open})", "open is not a listed name"),
         ("Exact(40); Exact()", "not a literal call ("),
         ("Ex\0act()", "not a literal call ("),
@@ -169,3 +170,28 @@ def test_nesting_without_end_is_refused(opening, closing, count) -> None:
 def test_any_text_is_a_value_or_invalid_input(text) -> None:
     with contextlib.suppress(InvalidInput):
         assert type(notation.parse("compress", text, COMPRESSORS)) in COMPRESSORS.values()
+
+
+@dataclass(frozen=True)
+class Own(Cast):
+    """A compressor that does not come with the library."""
+
+
+@pytest.mark.parametrize("value", [Own(), WithErrorFeedback(Own()), ByName((("a", Own()),)), Auto((Cast(), Own()))])
+def test_a_class_that_the_reader_lacks_is_not_written(value) -> None:
+    with pytest.raises(InvalidInput, match=r"^compress = .*is not known there.*use Cast, Exact"):
+        notation.write("compress", value, COMPRESSORS)
+    text = notation.write("compress", value, {**COMPRESSORS, "Own": Own})
+    assert notation.parse("compress", text, {**COMPRESSORS, "Own": Own}) == value
+
+
+class Bits(int):
+    """Looks like a number, and is not written as one."""
+
+    def __repr__(self) -> str:
+        return "Bits(4)"
+
+
+def test_what_is_no_literal_is_not_written() -> None:
+    with pytest.raises(InvalidInput, match="an argument is not a literal"):
+        notation.write("compress", ByName((("a", Quantize(Bits(4))),)), COMPRESSORS)

@@ -12,8 +12,8 @@ import pytest
 
 from unisono.checkpoint import open_found
 from unisono.cli.main import main
-from unisono.cli.request import request
-from unisono.cli.train_options import given
+from unisono.cli.request import build_request
+from unisono.cli.train_options import parse_arguments
 from unisono.config import FIELDS, Config, current
 from unisono.errors import InvalidInput
 from unisono.notation import RENAMED_SETTINGS, current_names, parse, show
@@ -49,7 +49,7 @@ def test_the_sample_has_every_old_name() -> None:
 
 
 def test_a_file_of_settings_has_either_names(old_run: Path) -> None:
-    asked = request(given(["--config", str(old_run / "config.toml"), "--min-workers", "2"]))
+    asked = build_request(parse_arguments(["--config", str(old_run / "config.toml"), "--min-workers", "2"]))
     assert asked.source.name == "line.py:line"
     assert is_old_run(Config.of({**asked.settings, "min_workers": 1}))
     assert asked.settings["min_workers"] == "2"
@@ -68,7 +68,7 @@ def test_a_setting_under_both_names_is_refused(old: str, old_run: Path) -> None:
     file = old_run / "config.toml"
     file.write_text(f"{old} = 1\n{new} = 1\n")
     with pytest.raises(InvalidInput, match=f"{new} is given too"):
-        request(given(["line.py:line", "--config", str(file)]))
+        build_request(parse_arguments(["line.py:line", "--config", str(file)]))
     with pytest.raises(InvalidInput, match=f"{new} is given too"):
         with_earlier({"run_dir": str(old_run), "resume": True})
 

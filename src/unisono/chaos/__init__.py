@@ -1,1 +1,1 @@
-"""A run under injected faults beside a run without, and the comparison of both."""
+"""Runs a training with injected faults and one without, and compares both."""

@@ -1,4 +1,4 @@
-"""The processes of commands of ours, found by the names that they give themselves."""
+"""The processes of an `unisono` command, found by their process titles."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ _WORKER, _COORDINATOR = "unisono worker ", "unisono coordinator"
 
 
 class Command:
-    """``unisono`` with some words, as leader of a session, which follows this process into death.
+    """An ``unisono`` command as the leader of a session. It is killed when this process exits.
 
     Args:
-        log: takes what it says.
-        before: words that say where it runs.
+        log: receives its output.
+        before: a command prefix that selects where it runs.
     """
 
     def __init__(self, words: Sequence[str], log: Path, before: Sequence[str] = ()) -> None:
         line = [*before, sys.executable, "-c", _START, str(os.getpid()), *words]
-        with log.open("ab") as said:
+        with log.open("ab") as output:
             self.process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         self.log = log
         self._workers: dict[str, int] = {}
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it has ended; waits so long for it."""
+        """Wait up to `seconds` for the command; whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
 
     def output(self) -> str:
-        """All that it said."""
+        """All of its output."""
         return self.log.read_text(errors="replace")
 
     def worker(self, name: str) -> int | None:
-        """Process number of the worker of that name; None if it is not (yet) one of this command's."""
+        """The process ID of the worker of that name; None if it is not, or not yet, one of this command."""
         if name not in self._workers:
             self._workers |= self.workers()
         return self._workers.get(name)
 
     def workers(self) -> dict[str, int]:
-        """The process numbers of all that are there now, by name."""
+        """The process IDs of all current workers, by name."""
         return {title.removeprefix(_WORKER): pid for pid, title in self._all() if title.startswith(_WORKER)}
 
     def coordinator(self) -> int | None:
-        """The process number of the one that is there now."""
+        """The process ID of the current coordinator."""
         return next((pid for pid, title in self._all() if title == _COORDINATOR), None)
 
     def end(self) -> None:
-        """All of it, if it is still there."""
+        """Kill all processes of the command that still run."""
         left = [pid for pid, _ in self._all()]
         for pid in [self.process.pid] * (self.process.poll() is None) + left:
             with suppress(ProcessLookupError):

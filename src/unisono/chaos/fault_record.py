@@ -1,4 +1,4 @@
-"""What befell a run, for people and for files."""
+"""Records of injected faults, for tables and files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """One fault that came to pass.
+    """One injected fault.
 
     Args:
-        at_seconds: since the run began.
-        step: how many were done.
-        victim: the worker's name; empty where it was none.
+        at_seconds: since the start of the run.
+        step: the number of steps taken before it.
+        victim: the worker's name; empty without one.
+        words: a description.
     """
 
     at_seconds: float
@@ -35,10 +36,10 @@ class FaultRecord:
 
     @staticmethod
     def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> FaultRecord:
-        """`strike`, with what else there is to say of it."""
-        said = _describe(strike.fault, strike.victim)
+        """The record of `strike`, with further text."""
+        what = _describe(strike.fault, strike.victim)
         when = f" {strike.moment.value}" if strike.moment.value else ""
-        words = f"{said}{when}" + (f": {more}" if more else "")
+        words = f"{what}{when}" + (f": {more}" if more else "")
         return FaultRecord(at_seconds, step, strike.fault.kind, strike.moment, strike.victim, words)
 
 

@@ -1,4 +1,4 @@
-"""Which faults befall a run, and when: arithmetic on a seed, for made-up runs and for real ones alike."""
+"""Which faults are injected into a run, and when: arithmetic on a seed, for virtual and real runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_EARLIEST, _LATEST = 0.05, 0.8  # share of a run in which faults begin, so that they have time to do harm
-_LATEST_JOIN = 0.4  # who comes later meets nobody
-_LEAST_SECONDS, _MOST_SECONDS = 0.5, 3.0  # that something that passes lasts
+_EARLIEST, _LATEST = 0.05, 0.8  # share of a run in which faults begin, so that their effects fall within it
+_LATEST_JOIN = 0.4  # a later worker would join after the end
+_LEAST_SECONDS, _MOST_SECONDS = 0.5, 3.0  # durations of temporary faults
 
 
 class FaultKind(Enum):
-    """What befalls a run."""
+    """Kinds of faults."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -24,7 +24,7 @@ class FaultKind(Enum):
 
 
 class Moment(Enum):
-    """What the run is to be doing just then."""
+    """The activity of the run during which a fault is injected."""
 
     ANY = ""
     SAVING = "while a checkpoint is written"
@@ -34,12 +34,12 @@ class Moment(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them.
+    """One fault.
 
     Args:
-        after: share of the run's steps that are done by then, 0 to 1.
-        whom: 0 to 1; picks among those that may be hit.
-        seconds: how long it lasts, where it passes; else until whoever takes the victim's place is started.
+        after: the share of the run's steps before it, 0 to 1.
+        whom: 0 to 1; selects one of the possible victims.
+        seconds: the duration of a temporary fault; of a permanent one, the time until a replacement starts.
     """
 
     kind: FaultKind
@@ -51,25 +51,25 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultSchedule:
-    """What befalls one run, in order.
+    """The faults of one run, in order.
 
     Args:
-        seed: of which all of it follows, together with how many faults of each kind were wanted.
+        seed: determines the schedule, together with the wanted number of faults of each kind.
     """
 
     seed: int
     faults: tuple[Fault, ...]
 
     def count(self, kind: FaultKind) -> int:
-        """How many there are of that kind."""
+        """The number of faults of that kind."""
         return sum(fault.kind is kind for fault in self.faults)
 
 
-_AIMS = (Moment.SAVING, Moment.TAKING, Moment.GIVING, Moment.ANY)  # of the first kills, then again from the first
+_AIMS = (Moment.SAVING, Moment.TAKING, Moment.GIVING, Moment.ANY)  # of the kills, repeated in this order
 
 
 def draw(seed: int, wanted: Mapping[FaultKind, int]) -> FaultSchedule:
-    """A schedule with so many faults of each kind."""
+    """A schedule with the wanted number of faults of each kind."""
     chance = random.Random(f"chaos {seed}")
     found = [_drawn(chance, kind, number) for kind in FaultKind for number in range(wanted.get(kind, 0))]
     return FaultSchedule(seed, tuple(sorted(found, key=lambda fault: fault.after)))
@@ -83,15 +83,15 @@ def _drawn(chance: random.Random, kind: FaultKind, number: int) -> Fault:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment, as far as faults are concerned. Workers by name.
+    """The state of a run, as needed for the selection of victims. Workers by name.
 
     Args:
-        share: of its steps that are done, 0 to 1.
+        share: of the steps that are taken, 0 to 1.
         saving: whether a checkpoint is being written.
-        able: those that train together now, and can be heard.
-        givers: of them, those whose state others are being given.
-        takers: those others.
-        apart: of the able ones, those whose link can be cut.
+        trainable: workers that train in the current view, and are reachable.
+        senders: those of them that send their state to others.
+        receivers: the workers that receive it.
+        cuttable: those trainable workers whose link can be cut.
     """
 
     share: float
@@ -102,16 +102,16 @@ class RunStatus:
     cuttable: tuple[str, ...] = ()
 
 
-_WAITED = 0.2  # share of the run for which a fault waits for its moment
+_WAITED = 0.2  # share of the run for which a fault waits for its activity
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault whose moment has come.
+    """A fault to be injected now.
 
     Args:
-        victim: the worker's name; empty where it is none.
-        moment: that there really was.
+        victim: the worker's name; empty without one.
+        moment: the actual activity of the run.
     """
 
     fault: Fault
@@ -120,42 +120,42 @@ class Strike:
 
 
 class Pending:
-    """The faults of a schedule that have not come yet.
+    """The faults of a schedule that are not yet injected.
 
-    At least one worker is always left that can be heard and has all that was done, since nothing could survive the end
-    of all; a fault that would hit the last one waits.
+    At least one reachable worker with the newest state always remains, as a run cannot survive the loss of all. A fault
+    that would hit the last one waits.
     """
 
     def __init__(self, schedule: FaultSchedule) -> None:
         self.faults: Sequence[Fault] = schedule.faults
 
-    def due(self, seen: RunStatus) -> Iterator[Strike]:
-        """Those whose moment this is: at most one that takes somebody away, as it is another moment then."""
-        for fault in [fault for fault in self.faults if fault.after <= seen.share]:
-            found = aim(fault, seen)
-            if found is None:
+    def due(self, status: RunStatus) -> Iterator[Strike]:
+        """The faults to be injected now: at most one that removes a worker, as the status is outdated after it."""
+        for fault in [fault for fault in self.faults if fault.after <= status.share]:
+            strike = aim(fault, status)
+            if strike is None:
                 continue
             self.faults = [other for other in self.faults if other is not fault]
-            yield found
-            if found.victim:
+            yield strike
+            if strike.victim:
                 return
 
 
-def aim(fault: Fault, seen: RunStatus) -> Strike | None:
-    """Whom `fault` hits, if this is its moment."""
+def aim(fault: Fault, status: RunStatus) -> Strike | None:
+    """The victim of `fault`, or None if it must wait."""
     if fault.kind in (FaultKind.JOIN, FaultKind.COORDINATOR):
         return Strike(fault, "", Moment.ANY)
-    moment = fault.moment if seen.share < fault.after + _WAITED else Moment.ANY
-    targets = _targets(fault.kind, moment, seen)
-    hit = [worker for worker in targets if set(seen.trainable) - {worker}]
+    moment = fault.moment if status.share < fault.after + _WAITED else Moment.ANY
+    targets = _targets(fault.kind, moment, status)
+    hit = [worker for worker in targets if set(status.trainable) - {worker}]
     return Strike(fault, hit[int(fault.whom * len(hit))], moment) if hit else None
 
 
-def _targets(kind: FaultKind, moment: Moment, seen: RunStatus) -> Sequence[str]:
+def _targets(kind: FaultKind, moment: Moment, status: RunStatus) -> Sequence[str]:
     if kind is FaultKind.PARTITION:
-        return seen.cuttable
+        return status.cuttable
     if moment is Moment.SAVING:
-        return seen.trainable if seen.saving else ()
+        return status.trainable if status.saving else ()
     if moment is Moment.GIVING:
-        return seen.senders if seen.receivers else ()
-    return seen.receivers if moment is Moment.TAKING else seen.trainable
+        return status.senders if status.receivers else ()
+    return status.receivers if moment is Moment.TAKING else status.trainable

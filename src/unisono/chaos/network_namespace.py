@@ -1,4 +1,4 @@
-"""Another host, as far as the network is concerned: a namespace, at the other end of a cable that can be pulled."""
+"""A network namespace that acts as another host, behind a link that can be cut."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Self
 
 from unisono.errors import UnisonoError
 
-_NET = int(IPv4Address("198.18.0.0"))  # for tests of networks, routed nowhere (RFC 2544)
+_NET = int(IPv4Address("198.18.0.0"))  # for network tests, not routed (RFC 2544)
 _NETS = 1 << 15  # of four addresses each
 _INSIDE = "eth0"
 
 
 def unavailable() -> str:
-    """Why there can be none here, in words; empty if there can."""
+    """Why network namespaces cannot be used here, as text; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     return "" if shutil.which("ip") else "there is no command ip"
 
 
 class NetworkNamespace:
-    """It is there inside the context, and gone after it.
+    """A network namespace that exists within the context.
 
     Attributes:
-        address: of this host, as the other one reaches it.
+        address: the address of this host from inside the namespace.
 
     Raises:
         UnisonoError: this machine refuses.
@@ -41,21 +41,21 @@ class NetworkNamespace:
         self.address, self._other = str(IPv4Address(first + 1)), str(IPv4Address(first + 2))
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """`words`, to be run there."""
+        """`words` as a command that runs inside the namespace."""
         return ["ip", "netns", "exec", self._name, *words]
 
     def cut(self) -> None:
-        """Nothing gets through, in neither direction, and nobody is told."""
+        """Drop all packets in both directions, without notification."""
         _ip("-n", self._name, "link", "set", _INSIDE, "down")
 
     def mend(self) -> None:
-        """Everything gets through again."""
+        """Restore the link."""
         _ip("-n", self._name, "link", "set", _INSIDE, "up")
 
     def __enter__(self) -> Self:
         here = f"uni{os.getpid()}"
         with suppress(UnisonoError):
-            self._remove()  # of a process of the same number that was killed
+            self._remove()  # left by a killed process with the same ID
         _ip("netns", "add", self._name)
         try:
             _ip("link", "add", here, "type", "veth", "peer", "name", _INSIDE, "netns", self._name)
@@ -73,10 +73,10 @@ class NetworkNamespace:
         self._remove()
 
     def _remove(self) -> None:
-        _ip("netns", "delete", self._name)  # the cable goes with it
+        _ip("netns", "delete", self._name)  # deletes the link too
 
 
 def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
-        raise UnisonoError(f"no other host can be played here: ip {' '.join(words)}: {done.stderr.strip()}")
+        raise UnisonoError(f"no network namespace can be used here: ip {' '.join(words)}: {done.stderr.strip()}")

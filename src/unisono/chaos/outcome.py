@@ -1,4 +1,4 @@
-"""What a run came to, as its directory says it, and in what two runs differ."""
+"""The outcome of a run, from its directory, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from unisono.observe.event_log import FILE
 
-Losses = dict[int, list[Any]]  # by step from 1: each value that was recorded, once
+Losses = dict[int, list[Any]]  # by step from 1: each distinct recorded value
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A run that has come to its end.
+    """The outcome of a finished run.
 
     Args:
-        steps: that were taken.
-        samples: that were used in them.
+        steps: the number of steps.
+        samples: the number of samples used in them.
         losses: of each step.
         metrics: of the last evaluation.
         weights: their SHA-256.
-        used: of each step the samples by number, as often as they were used; where that was counted.
-        seconds: from the command to the end, where that is known.
+        used: per step, how often each sample was used, where that was counted.
+        seconds: from the command to the end, where known.
     """
 
     steps: int
@@ -38,10 +38,10 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is compared, in words.
+    """One compared quantity, as text.
 
     Args:
-        differs: in words, and where; empty: it does not.
+        differs: a description of the first difference; empty without one.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Row:
 
 
 def losses(run: Path) -> Losses:
-    """All that the run in that directory recorded, by step."""
+    """All recorded losses of the run in that directory, by step."""
     found: Losses = {}
     for event in _events(run):
         if event["event"] in ("step", "view") and event["step"] > 0:
@@ -68,9 +68,9 @@ def _events(run: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def compare(undisturbed: RunOutcome, disturbed: RunOutcome) -> list[Row]:
-    """Both, thing by thing."""
-    a, b = undisturbed, disturbed
+def compare(baseline: RunOutcome, faulty: RunOutcome) -> list[Row]:
+    """The comparison of both runs, row by row."""
+    a, b = baseline, faulty
     return [
         _row("steps", f"{a.steps:,}", f"{b.steps:,}"),
         _row("samples", f"{a.samples:,}", f"{b.samples:,}", _sample_difference(a, b)),
@@ -93,7 +93,7 @@ def _count(found: Losses) -> str:
 
 
 def _first_difference(a: RunOutcome, b: RunOutcome) -> str:
-    """The first step whose loss is not one and the same value in both."""
+    """The first step whose loss is not one equal value in both runs."""
     for step in range(1, max(a.steps, b.steps) + 1):
         before, now = a.losses.get(step, []), b.losses.get(step, [])
         if before != now or len(now) != 1:

@@ -1,4 +1,4 @@
-"""Both runs on real processes of this machine, which are killed, stopped and cut off from outside, as anybody might."""
+"""Runs on real processes of this machine, with faults injected from outside: signals and cut links."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from unisono.observe.event_log import FILE
 from unisono.observe.record_files import SUMMARY
 from unisono.run.spec import TaskSource
 
-_GLANCE_SECONDS, _KEEN_SECONDS = 0.03, 0.002  # between two looks; the latter while a fault waits for its moment
-_LEAST_SECONDS, _TIMES = 180.0, 20.0  # what a run may take: at least, and of what it took undisturbed
-_ENDED_SECONDS = 90.0  # for those who joined, once the run is over; who comes too late for it finds that out in 30
-_LINES = 12  # that are shown of what a command said
+_POLL_SECONDS, _SHORT_POLL_SECONDS = 0.03, 0.002  # between two polls; the latter while a fault waits for its activity
+_LEAST_SECONDS, _TIMES = 180.0, 20.0  # the timeout of a run: at least, and as a multiple of the baseline's time
+_ENDED_SECONDS = 90.0  # for joined launchers, after the end of the run; one that joins too late notices within 30
+_LINES = 12  # of a command's output that are shown
 
 
 @dataclass(frozen=True)
 class ProcessGround:
-    """What is run, with faults or without.
+    """Executes runs, with or without faults.
 
     Args:
         settings: Config fields.
-        directory: takes the runs, and what their processes print.
+        directory: receives the runs, and the output of their processes.
     """
 
     source: TaskSource
@@ -46,26 +46,26 @@ class ProcessGround:
     directory: Path
 
     def run(
-        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
     ) -> RunOutcome:
-        """See `Ground`. The run lies in the directory `name`.
+        """See `Ground`. The run is stored in the directory `name`.
 
         Raises:
-            UnisonoError: it did not come to its end.
+            UnisonoError: it did not finish.
         """
         given = self.directory / "given"
         given.mkdir(exist_ok=True)
         write_config(given, self.settings, self.source.absolute(), self.source.arguments)
         with ExitStack() as stack:
-            elsewhere = stack.enter_context(NetworkNamespace()) if schedule.count(FaultKind.PARTITION) else None
+            namespace = stack.enter_context(NetworkNamespace()) if schedule.count(FaultKind.PARTITION) else None
             words = ["train", "--config", str(given / "config.toml"), "--run-dir", str(self.directory / name)]
-            words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
+            words += ["--listen", namespace.address, "--certificate", "none"] if namespace else []
             train = Command(words, self.directory / f"{name}.log")
             stack.callback(train.end)
-            steps, seconds = (undisturbed.steps, undisturbed.seconds) if undisturbed else (1, _LEAST_SECONDS)
-            raid = _FaultInjector(self.directory / name, train, schedule, steps, elsewhere, happened)
-            stack.callback(raid.end)
-            raid.run_to_end(max(_LEAST_SECONDS, _TIMES * seconds))
+            steps, seconds = (baseline.steps, baseline.seconds) if baseline else (1, _LEAST_SECONDS)
+            injector = _FaultInjector(self.directory / name, train, schedule, steps, namespace, injected)
+            stack.callback(injector.end)
+            injector.run_to_end(max(_LEAST_SECONDS, _TIMES * seconds))
             return _outcome(self.directory / name, train)
 
 
@@ -73,14 +73,14 @@ def _outcome(run: Path, train: Command) -> RunOutcome:
     if train.process.returncode:
         lines = train.output().splitlines()[-_LINES:]
         raise UnisonoError("\n".join([f"the run ended with exit code {train.process.returncode}:", *lines]))
-    came = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    return RunOutcome(came["steps"], came["samples"], losses(run), came["metrics"], came["weights_sha256"],
-                   seconds=came["wall_seconds"])  # fmt: skip
+    summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    return RunOutcome(summary["steps"], summary["samples"], losses(run), summary["metrics"], summary["weights_sha256"],
+                   seconds=summary["wall_seconds"])  # fmt: skip
 
 
 @dataclass
 class _FaultInjector:
-    """Faults upon one run."""
+    """Injects faults into one run."""
 
     run: Path
     train: Command
@@ -92,54 +92,58 @@ class _FaultInjector:
     def __post_init__(self) -> None:
         self._pending, self._started_at = Pending(self.schedule), time.monotonic()
         self._joined_commands: list[Command] = []
-        self._temporary: list[tuple[float, str, signal.Signals | None]] = []  # when what ends, and of whom
+        self._temporary: list[
+            tuple[float, str, signal.Signals | None]
+        ] = []  # end time, victim, and the signal that ends the fault
         self._unreachable: set[str] = set()
         self._step, self._read = 0, 0
         self._connection: HttpConnection | None = None
 
     def run_to_end(self, most_seconds: float) -> None:
-        """Strike until the run has come to its end.
+        """Inject faults until the run has finished.
 
         Raises:
-            UnisonoError: it does not.
+            UnisonoError: it does not finish in time.
         """
-        keen = False
-        while not self.train.has_ended(_KEEN_SECONDS if keen else _GLANCE_SECONDS):
+        waiting = False
+        while not self.train.has_ended(_SHORT_POLL_SECONDS if waiting else _POLL_SECONDS):
             if time.monotonic() - self._started_at > most_seconds:
-                raise UnisonoError(f"not over after {most_seconds:.0f} s, {self._step:,} steps: see {self.train.log}")
+                raise UnisonoError(
+                    f"not finished after {most_seconds:.0f} s, {self._step:,} steps: see {self.train.log}"
+                )
             self._end_expired()
             self._read_events()
             if self._pending.faults or self._temporary:
-                keen = self._inject_due()
+                waiting = self._inject_due()
         for each in self._joined_commands:
             if not each.has_ended(_ENDED_SECONDS):
-                raise UnisonoError(f"who had joined is still there {_ENDED_SECONDS:.0f} s after the end: {each.log}")
+                raise UnisonoError(f"a joined launcher still runs {_ENDED_SECONDS:.0f} s after the end: {each.log}")
 
     def end(self) -> None:
-        """Nobody who joined stays, nor stays frozen."""
+        """End all joined launchers, also frozen ones."""
         for each in self._joined_commands:
             each.end()
         if self._connection:
             self._connection.close()
 
     def _inject_due(self) -> bool:
-        """Strike whoever is due; whether a fault waits for its moment."""
+        """Inject the faults that are due; whether a fault waits for its activity."""
         share = self._step / self.steps
         waiting = [fault for fault in self._pending.faults if fault.after <= share]
         if self.namespace and not self._joined_commands and self._contact():
             self._join(self.namespace)
         if waiting:
             for strike in self._pending.due(self._run_status(share)):
-                with suppress(ProcessLookupError):  # it has ended just now
+                with suppress(ProcessLookupError):  # the process has just ended
                     self._inject(strike)
         return any(fault.moment is not Moment.ANY for fault in waiting)
 
     def _run_status(self, share: float) -> RunStatus:
-        told = self._status()
-        if told is None:
+        status = self._status()
+        if status is None:
             return RunStatus(share)
-        view = told.view
-        works = {each.worker for each in told.workers if each.active_view == view.number}
+        view = status.view
+        works = {each.worker for each in status.workers if each.active_view == view.number}
         here = [name for name in view.members if name not in self._unreachable and self._command(name)]
         able = tuple(name for name in here if name in works or name in view.sources)
         givers = tuple(name for name in able if name in view.sources)
@@ -164,7 +168,7 @@ class _FaultInjector:
         return self._connection is not None
 
     def _command(self, name: str) -> Command | None:
-        """Of that worker."""
+        """The command that started the worker `name`."""
         return next((each for each in (self.train, *self._joined_commands) if each.worker(name)), None)
 
     def _inject(self, strike: Strike) -> None:
@@ -189,7 +193,7 @@ class _FaultInjector:
                 self._join(None)
             case FaultKind.COORDINATOR:
                 pid = self.train.coordinator()
-                if pid is None:  # killed just now, and not there again
+                if pid is None:  # it was killed and is not restarted yet
                     raise ProcessLookupError
                 os.kill(pid, signal.SIGKILL)
         self.injected.append(FaultRecord.of(strike, time.monotonic() - self._started_at, self._step))
@@ -208,7 +212,7 @@ class _FaultInjector:
         self._joined_commands.append(Command(words, logs.with_suffix(".log"), before))
 
     def _end_expired(self) -> None:
-        """End what has lasted long enough."""
+        """End the temporary faults that have lasted long enough."""
         now = time.monotonic()
         for each in [each for each in self._temporary if each[0] <= now]:
             self._temporary.remove(each)
@@ -221,7 +225,7 @@ class _FaultInjector:
                     self._send(victim, number)
 
     def _read_events(self) -> None:
-        """Read what the run has recorded since."""
+        """Read the events that the run has recorded since."""
         with suppress(FileNotFoundError), (self.run / FILE).open("rb") as file:
             file.seek(self._read)
             for line in file:

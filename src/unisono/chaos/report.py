@@ -1,4 +1,4 @@
-"""A trial for people, as tables, and for files."""
+"""A trial as tables for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from rich.table import Table
 
 from unisono.chaos.trial import Trial
 
-_DIGEST = 64  # letters
+_DIGEST = 64  # characters
 
 
 def show(trial: Trial, console: Console) -> None:
-    """What befell the run, and what was compared."""
-    happened = Table("second", "step", "what befell it", box=box.SIMPLE_HEAD, pad_edge=False)
+    """Print the injected faults and the comparison."""
+    faults = Table("second", "step", "fault", box=box.SIMPLE_HEAD, pad_edge=False)
     for each in trial.injected:
-        happened.add_row(f"{each.at_seconds:.2f}", f"{each.step:,}", each.words)
-    console.print(happened)
+        faults.add_row(f"{each.at_seconds:.2f}", f"{each.step:,}", each.words)
+    console.print(faults)
     if trial.rows:
-        compared = Table("", "undisturbed", "with faults", "", box=box.SIMPLE_HEAD, pad_edge=False)
+        compared = Table("", "without faults", "with faults", "", box=box.SIMPLE_HEAD, pad_edge=False)
         for row in trial.rows:
             compared.add_row(row.name, _short(row.baseline), _short(row.faulty), "no" if row.differs else "equal")
         console.print(compared)
 
 
 def _short(text: str) -> str:
-    """A digest by its beginning; numbers as they are."""
+    """A digest's first characters; other text unchanged."""
     return f"{text[:16]}…" if len(text) == _DIGEST else text
 
 
 def trial_mapping(trial: Trial) -> dict[str, Any]:
-    """A trial as JSON can say it."""
-    happened = [{**asdict(each), "kind": each.kind.value, "moment": each.moment.value} for each in trial.injected]
+    """A trial as a JSON object."""
+    faults = [{**asdict(each), "kind": each.kind.value, "moment": each.moment.value} for each in trial.injected]
+    rows = [{"name": row.name, "undisturbed": row.baseline, "disturbed": row.faulty, "differs": row.differs}
+            for row in trial.rows]  # fmt: skip
     return {"seed": trial.schedule.seed, "equal": not trial.differences, "differences": trial.differences,
-            "happened": happened, "compared": [asdict(row) for row in trial.rows]}  # fmt: skip
+            "happened": faults, "compared": rows}  # fmt: skip

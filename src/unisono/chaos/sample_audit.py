@@ -1,4 +1,4 @@
-"""Which samples a made-up run uses, counted where they are fetched."""
+"""Counts the samples that a virtual run uses, where they are fetched."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from unisono.chaos.virtual_cluster import Process
 
 
 class Samples:
-    """Which samples each worker fetched for which step of which view."""
+    """The samples that each worker fetched, for each step of each view."""
 
     def __init__(self) -> None:
         self.processes: dict[int, Process] = {}  # by thread
         self._fetched: dict[int, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
 
     def fetch(self, numbers: Sequence[int]) -> None:
-        """By the calling thread's process."""
+        """Count samples for the process of the calling thread."""
         process = self.processes[threading.get_ident()]
         self._fetched[process.agent.version.step + 1][process.view.number].update(numbers)
 
     def kept(self, steps: int) -> dict[int, dict[int, int]]:
-        """Those of each step, from 1, that is in the final state: the one that was computed last."""
+        """The samples of each step, from 1, that are in the final state: those of its last computation."""
         return {step: dict(views[max(views)]) for step, views in self._fetched.items() if step <= steps}
 
 
 class SampleCount:
-    """A dataset that says which samples are fetched."""
+    """A dataset that counts which samples are fetched."""
 
     def __init__(self, dataset: Any, samples: Samples) -> None:
         self._dataset, self._samples = dataset, samples

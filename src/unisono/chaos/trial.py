@@ -1,4 +1,4 @@
-"""One run without faults, others with them, and what is the same about them."""
+"""Trials: one run without faults, others with faults, and their comparison."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _RESERVED = ("run_dir", "resume")
 
 
 class Ground(Protocol):
-    """Where runs take place."""
+    """Executes runs."""
 
     def run(
-        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
     ) -> RunOutcome:
-        """What a run comes to that `schedule` befalls.
+        """Execute a run with the faults of `schedule`.
 
         Args:
-            undisturbed: the same run without faults; None if this is that.
-            happened: takes what befell it, also where it fails.
+            baseline: the outcome of the run without faults; None if this is that run.
+            injected: receives the injected faults, also if the run fails.
         """
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with faults beside the one without.
+    """A run with faults, compared with the baseline.
 
     Args:
-        rows: what was compared; empty where the run failed.
-        failed: why it came to no end, in words.
+        rows: the comparison; empty if the run failed.
+        failed: why it did not finish, as text.
     """
 
     schedule: FaultSchedule
@@ -50,59 +50,57 @@ class Trial:
 
     @property
     def differences(self) -> list[str]:
-        """All that is not as it was without faults, in words."""
+        """All differences from the baseline, as text."""
         return [self.failed] if self.failed else [f"{row.name}: {row.differs}" for row in self.rows if row.differs]
 
 
 def trials(
-    ground: Ground, undisturbed: RunOutcome, seeds: Iterable[int], wanted: Mapping[FaultKind, int]
+    ground: Ground, baseline: RunOutcome, seeds: Iterable[int], wanted: Mapping[FaultKind, int]
 ) -> Iterator[Trial]:
-    """One for each seed."""
+    """One trial per seed."""
     for seed in seeds:
-        schedule, happened = draw(seed, wanted), list[FaultRecord]()
+        schedule, injected = draw(seed, wanted), list[FaultRecord]()
         try:
-            disturbed = ground.run(f"seed-{seed}", schedule, undisturbed, happened)
-        except Exception as error:  # whatever it is, it is what this seed is about
-            yield Trial(schedule, happened, failed=f"{type(error).__name__}: {error}")
+            faulty = ground.run(f"seed-{seed}", schedule, baseline, injected)
+        except Exception as error:  # any failure is the result of this seed
+            yield Trial(schedule, injected, failed=f"{type(error).__name__}: {error}")
         else:
-            yield Trial(schedule, happened, compare(undisturbed, disturbed))
+            yield Trial(schedule, injected, compare(baseline, faulty))
 
 
 def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind, int]) -> dict[str, Any]:
-    """What was given, and what faults need: room for whoever joins, checkpoints, every step on record.
+    """The given settings, and what faults require: room for joining workers, checkpoints, a record of every step.
 
     Raises:
-        InvalidInput: workers of such a run cannot come and go.
+        InvalidInput: workers of such a run cannot join or leave.
     """
     for name in _RESERVED:
         if given.get(name):
-            raise InvalidInput(name, given[name], "each run is one of ours", "leave it out")
+            raise InvalidInput(name, given[name], "chaos chooses the directory of each run", "omit it")
     settings = {**_DEFAULTS, **given, "record_seconds": 0.0}
     config = settle(task, settings)
     if config.workers < 2 or not config.recovers_from_loss:
         raise InvalidInput(
-            "task", task.name, "workers of such a run cannot come and go",
+            "task", task.name, "workers of such a run cannot join or leave",
             f"use two workers or more, elastic, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return settings if config.max_workers is not None else {**settings, "max_workers": _most(config, wanted)}
 
 
 def dependence(task: Task, settings: Mapping[str, Any]) -> str:
-    """Why the bits of such a run depend on who takes part; empty: they do not."""
+    """Why the bits of such a run depend on its workers; empty if they do not."""
     config = settle(task, settings)
     if config.takes_local_steps:
-        return (
-            "replicas that walk by themselves come to something else when others take part: losses and weights differ"
-        )
+        return "with local steps the result depends on the workers that take part: losses and weights differ"
     if not isinstance(config.compress, Exact):
         return (
-            "without --compress 'Exact()' sums are rounded otherwise when other workers take part: the last digits "
+            "without --compress 'Exact()' the rounding of sums depends on the workers that take part: the last digits "
             "will differ"
         )
     return ""
 
 
 def _most(config: Config, wanted: Mapping[FaultKind, int]) -> int:
-    """Room for all who may come, as far as each has a micro-batch."""
+    """Room for all workers that may join, as far as each has a micro-batch."""
     assert config.global_batch is not None
     assert config.micro_batch is not None
     all_of_them = config.workers + wanted.get(FaultKind.JOIN, 0) + bool(wanted.get(FaultKind.PARTITION, 0))

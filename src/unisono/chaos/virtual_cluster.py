@@ -1,7 +1,7 @@
-"""A run whose processes, network, coordinator and clock are all made up: the trainer and the protocol are the real
-ones, and whatever happens follows from a seed.
+"""A run on virtual processes, network, coordinator and clock. Trainer and protocol are the real ones, and a seed
+determines all events.
 
-    faults ──► processes (threads, one of which runs at a time) ◄── words ── the coordinator ◄── beats ── agents
+    faults ──► processes (threads, one runs at a time) ◄── updates ── the coordinator ◄── heartbeats ── agents
                      └── a communicator of each view, on the same clock
 """
 
@@ -33,12 +33,12 @@ from unisono.membership import (
     ViewFormed,
 )
 
-_MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
+_MOST_SECONDS = 1e5  # of virtual time: a run that takes longer makes no progress
 
 
 @dataclass(frozen=True)
 class VirtualNetwork:
-    """Between agents and coordinator: seconds that messages take, and the share that is lost."""
+    """The network between agents and coordinator: delay in seconds, and the share of lost messages."""
 
     least_seconds: float = 0.001
     most_seconds: float = 0.02
@@ -46,18 +46,18 @@ class VirtualNetwork:
 
 
 class VirtualRun:
-    """Processes that train together as the coordinator says.
+    """Processes that train in the views of a coordinator.
 
     Args:
         policy: of the coordinator.
-        processes: how many there ever are; each begins when `begin` is called for it, or never.
+        processes: the maximum number of processes; each starts when `begin` is called for it.
         link: of every process.
-        seed: of all that happens by chance.
-        step_seconds: what a step takes about, before and after it is in the state.
-        most_seconds: after which all processes are killed, since the run does not get on.
+        seed: of all random events.
+        step_seconds: the approximate time of a step, before and after it is committed.
+        most_seconds: the time after which all processes are killed, as the run makes no progress.
 
     Attributes:
-        look: called whenever time has passed or something has happened; it must not raise.
+        on_change: called whenever time has passed or an event has occurred; it must not raise.
     """
 
     def __init__(
@@ -77,31 +77,31 @@ class VirtualRun:
         self._saved = SavedViews()
         self.over = False
 
-    def run(self, live: Callable[[Process], Any]) -> list[Any]:
-        """What ``live(process)`` returned in each process, or raised."""
+    def run(self, run_worker: Callable[[Process], Any]) -> list[Any]:
+        """What ``run_worker(process)`` returned in each process, or raised."""
         results: list[Any] = [None] * len(self.processes)
 
-        def alive(number: int) -> None:
+        def run_process(number: int) -> None:
             process = self.processes[number]
             try:
                 process.wait(lambda: process.begun or self.over)
-                results[number] = live(process) if process.begun else None
+                results[number] = run_worker(process) if process.begun else None
             except BaseException as error:
                 results[number] = error
             process.end()
 
         self.scheduler.at(0.0, self._tick)
-        self.scheduler.run(alive)
+        self.scheduler.run(run_process)
         return results
 
-    # What may be done to it, at a moment of the made-up clock.
+    # Faults, at a time of the virtual clock.
 
     def begin(self, number: int) -> None:
-        """Process `number` starts."""
+        """Start process `number`."""
         self.processes[number].begin()
 
     def kill(self, number: int, *, seen: bool = True) -> None:
-        """SIGKILL to a process; `seen` by whoever started it."""
+        """Send SIGKILL to a process; `seen`: its launcher reports the exit."""
         process = self.processes[number]
         process.die()
         if seen:
@@ -112,40 +112,42 @@ class VirtualRun:
             )
 
     def freeze(self, number: int, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after so long."""
+        """Send SIGSTOP, and SIGCONT after `seconds`."""
         self.processes[number].frozen_until = self.scheduler.now + seconds
 
     def cut(self, number: int, seconds: float) -> None:
-        """Nothing reaches the process, nor leaves it, for so long; who waits for it does not learn why."""
+        """Drop all messages from and to the process for `seconds`; peers that wait for it get no error."""
         self.processes[number].cut_until = self.scheduler.now + seconds
 
     def kill_coordinator(self, seconds: float) -> None:
-        """It is gone; the next one has only what was on disk."""
+        """Kill the coordinator. After `seconds` the next one starts, with only the stored state."""
         self._coordinator = None
         self.scheduler.at(self.scheduler.now + seconds, self._start_coordinator)
 
     # Between agents and coordinator.
 
     def send(self, process: Process) -> None:
-        """What the process has to say goes to the coordinator, and an answer comes back."""
+        """Send the process's heartbeat to the coordinator, which answers."""
         if not process.reachable:
             return
         if process.leave_requested:
             process.do(process.agent.request_leave())
-        beat = process.agent.heartbeat()
-        self._later(lambda: self._notify_coordinator(lambda coordinator: coordinator.receive(beat, self.scheduler.now)))
+        heartbeat = process.agent.heartbeat()
+        self._later(
+            lambda: self._notify_coordinator(lambda coordinator: coordinator.receive(heartbeat, self.scheduler.now))
+        )
         self._later(lambda: self._answer(process), trips=2)
 
     def _notify_coordinator(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
         if self._coordinator is None:
             return
-        happened = to(self._coordinator)
+        events = to(self._coordinator)
         self._saved = self._coordinator.saved
-        for each in happened:
+        for each in events:
             if isinstance(each, ViewFormed):
                 self.formed.append(each.view)
                 self.given_up += each.abandoned_views
-        if happened:
+        if events:
             self.on_change()
             for process in self.processes:
                 self._later(lambda process=process: self._answer(process))  # type: ignore[misc]
@@ -162,7 +164,7 @@ class VirtualRun:
         self.scheduler.at(self.scheduler.now + seconds, event)
 
     def busy(self, process: Process) -> None:
-        """The process computes for a while, in which it may die or freeze."""
+        """Let the process compute for a while, in which it may be killed or frozen."""
         self.scheduler.advance(process.number, self.chance.uniform(0, self._step_seconds))
 
     def _tick(self) -> None:
@@ -182,11 +184,11 @@ class VirtualRun:
         self._coordinator = Coordinator(self.policy, self._saved, started_at=self.scheduler.now)
 
     def _deadlock(self) -> None:
-        raise AssertionError("every process waits, and nothing will ever happen")
+        raise AssertionError("deadlock: every process waits, and no event is scheduled")
 
 
 class Process:
-    """A process of the run; the `Session` of what it trains."""
+    """A process of the run, and the `Session` of its training."""
 
     stop_requested, elastic = False, True
 
@@ -194,47 +196,47 @@ class Process:
         self.number, self.name, self._run = number, str(number), run
         self.agent = Agent(self.name, StateVersion())
         self.view, self.rank = View(), 0
-        self.begun = self.dead = self.over = self._dismissed = self.leave_requested = False
+        self.begun = self.killed = self.over = self._dismissed = self.leave_requested = False
         self.frozen_until = self.cut_until = 0.0
         self._waiting: View | None = None
 
-    # As the run sees it.
+    # Called by the run.
 
     @property
     def reachable(self) -> bool:
-        """Whether its agent hears and is heard."""
+        """Whether its agent can send and receive."""
         now = self._run.scheduler.now
-        return self.begun and not self.dead and not self.over and now >= max(self.frozen_until, self.cut_until)
+        return self.begun and not self.killed and not self.over and now >= max(self.frozen_until, self.cut_until)
 
     def begin(self) -> None:
-        """It starts."""
+        """Start the process."""
         self.begun = True
         self.wake()
 
     def die(self) -> None:
-        """It is gone in the midst of whatever it does."""
-        self.dead = True
+        """Kill the process, in the middle of its operation."""
+        self.killed = True
         for world in self._run.views.values():
             world.lose_process(self)
         self.wake()
 
     def end(self) -> None:
-        """It has come to its end."""
+        """Mark the process as finished."""
         self.over = True
 
     def wake(self) -> None:
-        """Let it look again at what it waits for."""
+        """Make the process check again what it waits for."""
         self._run.scheduler.wake(self.number, self._run.scheduler.now)
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Until that is so. Raises `Lost` once it is dead."""
+        """Wait until the condition holds. Raises `Lost` once the process is killed."""
         while not until():
-            if self.dead:
-                raise Lost(f"process {self.name} is dead")
+            if self.killed:
+                raise Lost(f"process {self.name} was killed")
             self._run.scheduler.wait(self.number, float("inf"), float("inf"))
 
     def do(self, actions: Sequence[Action]) -> None:
-        """What the agent wants done."""
+        """Execute the agent's actions."""
         for action in actions:
             match action:
                 case AbortView(number):
@@ -247,7 +249,7 @@ class Process:
                     self._dismissed = True
         self.wake()
 
-    # As the training sees it.
+    # Called by the training.
 
     def next_view(self) -> bool:
         self.wait(lambda: self._waiting is not None or self._dismissed)
@@ -313,7 +315,7 @@ class Process:
 
 @dataclass(frozen=True)
 class _VirtualRendezvous:
-    """Where the members of a view meet; see `Rendezvous`."""
+    """The rendezvous of the members of a view; see `Rendezvous`."""
 
     world: _ViewWorld
     rank: int
@@ -322,11 +324,11 @@ class _VirtualRendezvous:
         return Simulated(self.world, self.rank)
 
     def open_world(self) -> TorchWorld:
-        raise NotImplementedError("torch's own groups have no made-up clock")
+        raise NotImplementedError("torch's own groups have no virtual clock")
 
 
 class _ViewScheduler:
-    """The clock of a run's processes, by the ranks of one view."""
+    """The scheduler of a run's processes, by the ranks of one view."""
 
     def __init__(self, scheduler: VirtualScheduler, numbers: Sequence[int]) -> None:
         self._scheduler, self._numbers = scheduler, numbers
@@ -351,7 +353,7 @@ class _ViewScheduler:
 
 
 class _ViewWorld(SimulatedWorld):
-    """What is under way between the members of one view."""
+    """The operations in flight between the members of one view."""
 
     def __init__(self, run: VirtualRun, view: View) -> None:
         super().__init__(len(view.members), run.link, run.most_seconds)
@@ -359,16 +361,16 @@ class _ViewWorld(SimulatedWorld):
         self.scheduler: Any = _ViewScheduler(run.scheduler, [process.number for process in self._members])
         self.broken_off: set[str] = set()
         for process in self._members:
-            if process.dead:
+            if process.killed:
                 self.lose_process(process)
 
     def lose_process(self, process: Process) -> None:
-        """It is dead."""
+        """Record that `process` was killed."""
         if process in self._members:
-            self.lose(self._members.index(process), f"process {process.name} is dead")
+            self.lose(self._members.index(process), f"process {process.name} was killed")
 
     def break_off(self, process: Process) -> None:
-        """Whatever `process` does here fails from now on."""
+        """Fail all further operations of `process`."""
         self.broken_off.add(process.name)
         rank = self._members.index(process)
         for work in self.unfinished(rank):
@@ -377,10 +379,10 @@ class _ViewWorld(SimulatedWorld):
     def check(self, rank: int) -> None:
         process = self._members[rank]
         still = max(process.frozen_until, process.cut_until) - self.scheduler.now
-        if still > 0 and not process.dead:
+        if still > 0 and not process.killed:
             self.scheduler.advance(rank, still)
-        if process.dead:
-            raise Lost(f"process {process.name} is dead")
+        if process.killed:
+            raise Lost(f"process {process.name} was killed")
         super().check(rank)
 
     def enter(self, work: VirtualWork) -> None:
@@ -389,4 +391,4 @@ class _ViewWorld(SimulatedWorld):
             self._fail([work], PeerLost([], "view", _CHANGED))
 
 
-_CHANGED = "the coordinator counts on other workers"
+_CHANGED = "the coordinator has formed another view"

@@ -1,4 +1,4 @@
-"""Both runs on made-up processes, links, coordinator and clock: all that happens follows from the seed."""
+"""Runs on virtual processes, links, coordinator and clock: the seed determines all events."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from unisono.run.spec import PickledTask, Result, RunSpec
 from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
 
-_FIXED_SETTINGS = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
-_LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
+_FIXED_SETTINGS = {"load": "Inline()", "threads": 1}  # no threads besides those of the virtual processes
+_LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for faults during a message
 _NETWORK = VirtualNetwork(lost=0.01)
-_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of made-up time that a run may take, and for each step; usual is a tenth
+_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of virtual time for a run, and for each step; a tenth is typical
 _UNKNOWN_STEPS = 1_000_000
-_READY_SECONDS = (0.1, 1.0)  # until a process that is started is there
-_CHECKS_PER_VIEW = 4  # moments after each change of view in which a fault may come
+_READY_SECONDS = (0.1, 1.0)  # from the start of a process until it is ready
+_CHECKS_PER_VIEW = 4  # times after each change of view at which a fault may be injected
 
 
 @dataclass(frozen=True)
 class VirtualGround:
-    """What is run, with faults or without.
+    """Executes virtual runs, with or without faults.
 
     Args:
         settings: Config fields.
@@ -55,28 +55,28 @@ class VirtualGround:
 
     @staticmethod
     def of(task: Task, settings: Mapping[str, Any]) -> VirtualGround:
-        """Of settings as for any run; those that say how processes of this machine work are replaced."""
+        """A ground with the settings of any run; those for processes of this machine are replaced."""
         settings = {**settings, **_FIXED_SETTINGS}
         return VirtualGround(with_data(task), settings, settle(task, settings))
 
     def run(
-        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
     ) -> RunOutcome:
         """See `Ground`.
 
         Raises:
-            UnisonoError: it did not come to its end, or workers came to different ends.
+            UnisonoError: it did not finish, or workers finished with different results.
             Exception: what a worker raised.
         """
         with tempfile.TemporaryDirectory() as directory:
-            steps = undisturbed.steps if undisturbed else _UNKNOWN_STEPS
-            play = _VirtualTrial(self, schedule, steps, Path(directory), happened)
-            return play.outcome(play.run.run(play.run_worker))
+            steps = baseline.steps if baseline else _UNKNOWN_STEPS
+            trial = _VirtualTrial(self, schedule, steps, Path(directory), injected)
+            return trial.outcome(trial.run.run(trial.run_worker))
 
 
 @dataclass
 class _VirtualTrial:
-    """One run of it."""
+    """One virtual run."""
 
     ground: VirtualGround
     schedule: FaultSchedule
@@ -86,7 +86,7 @@ class _VirtualTrial:
 
     def __post_init__(self) -> None:
         self._config = self.ground.config
-        processes = self._config.workers + len(self.schedule.faults)  # a fault brings one about at most
+        processes = self._config.workers + len(self.schedule.faults)  # a fault starts at most one
         self.run = VirtualRun(policy_of(self._config), processes, _LINK, _NETWORK, self.schedule.seed,
                               most_seconds=_MOST_SECONDS + _MORE_SECONDS * self.steps)  # fmt: skip
         self.run.on_change, self._pending = self._inject_due, Pending(self.schedule)
@@ -100,25 +100,25 @@ class _VirtualTrial:
             self.run.begin(number)
 
     def run_worker(self, process: Process) -> Result | None:
-        """The life of one worker."""
+        """The body of one worker."""
         self._samples.processes[threading.get_ident()] = process
         size = self._config.workers
         stop = _NoSignals()
         worker = WorkerContext(
             WorkerIdentity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop
         )
-        life = WorkerRun(worker, self._spec, self._task, self._config, torch.device("cpu"), ThreadTracker(),
+        run = WorkerRun(worker, self._spec, self._task, self._config, torch.device("cpu"), ThreadTracker(),
                     make_writer=_ImmediateWriter)  # fmt: skip
-        return life.run(process)
+        return run.run(process)
 
     def outcome(self, results: Sequence[Any]) -> RunOutcome:
-        """What all of those who came to the end say alike."""
+        """The common outcome of all workers that finished."""
         for result in results:
             if isinstance(result, Exception):
                 raise result
         ended = [result for result in results if isinstance(result, Result)]
         if not ended:
-            raise UnisonoError(f"not over after {self.run.scheduler.now:.0f} made-up seconds: {self._position()}")
+            raise UnisonoError(f"not finished after {self.run.scheduler.now:.0f} virtual seconds: {self._position()}")
         first = ended[0]
         for other in ended:
             if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
@@ -136,7 +136,7 @@ class _VirtualTrial:
         return max(process.agent.version.step for process in self.run.processes)
 
     def _inject_due(self) -> None:
-        """Something has changed, or time has passed."""
+        """Inject the faults that are due, after a change or some time."""
         if len(self.run.formed) > self._checked_views:
             self._checked_views = len(self.run.formed)
             for _ in range(_CHECKS_PER_VIEW):
@@ -160,11 +160,11 @@ class _VirtualTrial:
 
     def _inject(self, strike: Strike) -> None:
         run, fault, victim = self.run, strike.fault, int(strike.victim or 0)
-        said = ""
+        effect = ""
         match fault.kind:
             case FaultKind.KILL:
                 run.kill(victim)
-                said = f"worker {self._start_process()} takes its place"
+                effect = f"worker {self._start_process()} takes its place"
             case FaultKind.FREEZE:
                 run.freeze(victim, fault.seconds)
             case FaultKind.PARTITION:
@@ -172,13 +172,13 @@ class _VirtualTrial:
             case FaultKind.DRAIN:
                 run.processes[victim].leave()
             case FaultKind.JOIN:
-                said = f"worker {self._start_process()}"
+                effect = f"worker {self._start_process()}"
             case FaultKind.COORDINATOR:
                 run.kill_coordinator(fault.seconds)
-        self.injected.append(FaultRecord.of(strike, run.scheduler.now, self._step, said))
+        self.injected.append(FaultRecord.of(strike, run.scheduler.now, self._step, effect))
 
     def _start_process(self) -> int:
-        """One more process, which is there soon."""
+        """Start one more process, which is ready soon."""
         number = self._next
         self._next += 1
         self.run.scheduler.at(
@@ -188,14 +188,15 @@ class _VirtualTrial:
 
 
 class _NoSignals(StopRequest):
-    """No signal reaches a made-up process."""
+    """Virtual processes receive no signals."""
 
     def listen(self) -> StopRequest:
         return self
 
 
 class _ImmediateWriter(Writer):
-    """What is asked how far it is has written all by then, so that nothing depends on how fast a real disk is."""
+    """A writer that has always written everything when its state is read, so that nothing depends on the disk's
+    speed."""
 
     @property
     def state(self) -> WriteProgress:

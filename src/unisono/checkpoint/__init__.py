@@ -1,9 +1,9 @@
-"""The durable format of a run's state, independent of the number of workers: safetensors and JSON, no pickles."""
+"""Checkpoints on disk, readable by any number of workers: safetensors and JSON, no pickles."""
 
 from unisono.checkpoint.async_writer import Event, WriteProgress, Writer, WriteStatus
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
-from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
+from unisono.checkpoint.fingerprint import checksum, fingerprint, fingerprint_of
 from unisono.checkpoint.load import newest, open_newest
 from unisono.checkpoint.locate import checkpoints_directory, open_found
 from unisono.checkpoint.model_match import compare
@@ -28,10 +28,10 @@ __all__ = [
     "Writer",
     "checkpoints",
     "checkpoints_directory",
+    "checksum",
     "compare",
     "damages",
     "decode_shards",
-    "digest",
     "encode_shards",
     "fingerprint",
     "fingerprint_of",

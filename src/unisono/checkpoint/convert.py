@@ -1,4 +1,4 @@
-"""Checkpoints to and from plain safetensors, tensor by tensor: never the whole model in memory."""
+"""Converts checkpoints to and from plain safetensors, one tensor at a time in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unisono.checkpoint import directory as place
+from unisono.checkpoint import directory as layout
 from unisono.checkpoint.commit import commit_parts
 from unisono.checkpoint.manifest import Entry, PartFile, encode_part, part_file
 from unisono.checkpoint.ownership import TensorShard
@@ -23,18 +23,18 @@ def save_plain(
     source: TensorSource, path: Path, most_bytes: int | None = None, metadata: Mapping[str, str] | None = None
 ) -> list[Path]:
     """Write all tensors of `source` to a safetensors file, or to several with an index, as transformers reads them:
-    ``model-00001-of-00002.safetensors`` … and ``model.safetensors.index.json``. Gives the files.
+    ``model-00001-of-00002.safetensors`` … and ``model.safetensors.index.json``. Returns the files.
 
     They appear when all are complete, the index last.
 
     Args:
         path: of the one file (``model.safetensors``).
         most_bytes: of tensors in one file; a larger tensor has a file of its own.
-        metadata: what the headers say beside.
+        metadata: further entries of the headers.
 
     Raises:
-        CheckpointDamaged: what was read is not what was written.
-        OSError: a file is there already, or the disk does not take it.
+        CheckpointDamaged: the source is damaged.
+        OSError: a file exists already, or cannot be written.
     """
     groups = _groups(source.specs, most_bytes)
     names = {path.with_name(_numbered(path, i, len(groups))): group for i, group in enumerate(groups)}
@@ -59,26 +59,26 @@ def save_plain(
 
 
 def store(source: TensorSource, directory: Path, step: int, meta: object) -> Path:
-    """Make all tensors of `source` the newest checkpoint of `directory`, as of `step`; gives its path.
+    """Make all tensors of `source` the newest checkpoint of `directory`, as of `step`; returns its path.
 
     Raises:
-        CheckpointDamaged: what was read is not what was written.
-        OSError: the disk does not take it.
+        CheckpointDamaged: the source is damaged.
+        OSError: it cannot be written.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = place.temporary(directory, step, "converted")
-    place.remove(temporary)
+    temporary = layout.temporary(directory, step, "converted")
+    layout.remove(temporary)
     temporary.mkdir(mode=0o700)
     try:
         file = container(source.specs)
         digests = write_file(temporary / part_file(0), file, source)
-        pieces = {slot.name: TensorShard(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
-        part = PartFile(file.nbytes, {name: Entry(piece, digests[name]) for name, piece in pieces.items()})
+        shards = {slot.name: TensorShard(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
+        part = PartFile(file.nbytes, {name: Entry(shard, digests[name]) for name, shard in shards.items()})
         atomic.write_durably(temporary / report_file(0), encode_part(step, part))
         commit_parts(temporary, directory, step, 1, meta)
     finally:
-        place.remove(temporary)
-    return directory / place.step_name(step)
+        layout.remove(temporary)
+    return directory / layout.step_name(step)
 
 
 def _groups(specs: Mapping[str, Spec], most_bytes: int | None) -> list[list[str]]:

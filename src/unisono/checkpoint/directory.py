@@ -1,11 +1,11 @@
-"""The directory of a run's checkpoints, and the steps by which one comes into being and goes.
+"""The directory of a run's checkpoints: names, order, and how one appears and is removed.
 
     step-00000100/              a complete checkpoint: manifest.json, part-0.safetensors, part-1...
-    LATEST                      names the newest; replaced atomically
-    .step-00000200.7.tmp/       being written, by the workers of attempt 7
-    .step-00000100.replaced/    stands in for step-00000100 during the moment between two renames
+    LATEST                      has the name of the newest; replaced atomically
+    .step-00000200.7.tmp/       in progress, by the workers of attempt 7
+    .step-00000100.replaced/    replaces step-00000100 between two renames
 
-A name without a dot appears by one rename, after all its bytes are on the disk: what has it is complete.
+A name without a leading dot appears by one rename, after all bytes are on disk: such a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name, None where it is no such name."""
+    """The step of a checkpoint's name; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found and step_name(int(found[1])) == name else None
 
 
 def temporary(directory: Path, step: int, attempt: str) -> Path:
-    """Where the parts of `step` are gathered before they are a checkpoint."""
+    """The directory in which the part files of `step` are collected before they are a checkpoint."""
     return directory / f".{step_name(step)}.{attempt}.tmp"
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Step and path of all checkpoints in `directory`, oldest step first; empty where there is no such
-    directory.
+    """Step and path of all checkpoints in `directory`, oldest step first; empty if it does not exist.
 
-    Complete is what is listed; whether it is sound, reading tells.
+    All listed checkpoints are complete; only reading shows whether they are sound.
     """
     found: dict[int, Path] = {}
     for path in _directories(Path(directory)):
@@ -73,20 +72,19 @@ def _directories(directory: Path) -> list[Path]:
 
 
 def newest_first(steps: Sequence[int], latest: int | None) -> list[int]:
-    """The order in which checkpoints are tried: `latest`, those before it from the newest on, then those
-    after it.
+    """The order in which checkpoints are tried: `latest`, older ones from the newest on, then those after it.
 
-    Steps after the latest are left from a time before the run went back to an earlier step.
+    Steps after the latest were written before the run rolled back to an earlier step.
     """
     end = latest if latest is not None else max(steps, default=0)
     return sorted(steps, key=lambda step: (step > end, -step))
 
 
 def read_latest(directory: Path) -> int | None:
-    """The step that LATEST names; None where there is no LATEST yet.
+    """The step in LATEST; None if there is no LATEST yet.
 
     Raises:
-        CheckpointDamaged: it is not what was written, or names a checkpoint that is not there.
+        CheckpointDamaged: it is damaged, or names a checkpoint that does not exist.
     """
     path = directory / LATEST
     try:
@@ -96,18 +94,17 @@ def read_latest(directory: Path) -> int | None:
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"{path}: {error}") from None
     if step is None or step not in dict(checkpoints(directory)):
-        raise CheckpointDamaged(f"{path}: the checkpoint that it names is not there")
+        raise CheckpointDamaged(f"{path}: the checkpoint that it names does not exist")
     return step
 
 
 def write_latest(directory: Path, step: int) -> None:
-    """Point at the checkpoint of `step` as the newest."""
+    """Make LATEST name the checkpoint of `step`."""
     atomic.write_durably(directory / LATEST, seal({"checkpoint": step_name(step)}))
 
 
 def put_in_place(temporary: Path, directory: Path, step: int) -> None:
-    """Make the complete directory `temporary` the checkpoint of `step`; at every moment one of the two can
-    be read."""
+    """Make the complete directory `temporary` the checkpoint of `step`; one of the two is readable at any moment."""
     final, replaced = directory / step_name(step), directory / f".{step_name(step)}.replaced"
     if final.exists():
         atomic.move(final, replaced)
@@ -124,12 +121,11 @@ def prune(directory: Path, latest: int, keep: int) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Clear away what an earlier life left half-done: give back what was being replaced, remove what was
-    being written."""
+    """Clean up after an earlier attempt: restore what it was replacing, remove what it was writing."""
     for path in _directories(directory):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
-            with contextlib.suppress(FileNotFoundError):  # a straggler of that life has just done it itself
+            with contextlib.suppress(FileNotFoundError):  # a straggler of that attempt has just done it
                 atomic.move(path, directory / replaced[1])
         elif replaced or _LEFTOVER.fullmatch(path.name):
             remove(path)
@@ -138,21 +134,23 @@ def sweep(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory if it is there. It loses its name first, so that nobody finds it half-removed. Others may do
-    the same at the same time."""
+    """Remove a directory if it exists; several processes may do so concurrently.
+
+    It is renamed first, so that no process finds it half removed.
+    """
     nameless = path.with_name(f".{path.name.strip('.')}.{secrets.token_hex(4)}.removed.tmp")
     try:
         atomic.move(path, nameless)
     except FileNotFoundError:
         return
-    shutil.rmtree(nameless, ignore_errors=True)  # what stays, the next sweep removes
+    shutil.rmtree(nameless, ignore_errors=True)  # the next sweep removes what remains
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes, whole.
+    """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be opened; also where it is a link.
+        OSError: it cannot be opened, or is a symbolic link.
         ValueError: it is longer, or no regular file.
     """
     descriptor = open_to_read(path)
@@ -163,8 +161,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor of a regular file; never follows a link, never waits on a pipe. Raises OSError or
-    ValueError."""
+    """A descriptor of a regular file; never follows a link or waits for a pipe. Raises OSError or ValueError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Why a checkpoint could not be written, for a person."""
+"""Why a checkpoint could not be written, as text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ _TOO_SMALL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reason(error: BaseException, directory: Path, needed_bytes: int) -> str:
-    """One clause: what the system said, where, and for a lack of space how much was needed and how much is
-    free."""
+    """One clause: the system's error, the path, and, if space is lacking, the bytes needed and free."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{type(error).__name__}: {error}"
-    said = os.strerror(error.errno)
+    message = os.strerror(error.errno)
     where = str(error.filename or directory)
     if error.errno in _TOO_SMALL and needed_bytes:
         where = f"{directory}, {_size(needed_bytes)} needed, {_size(_free(directory))} free"
-    return f"{said[0].lower()}{said[1:]} ({where})"
+    return f"{message[0].lower()}{message[1:]} ({where})"
 
 
 def _free(directory: Path) -> int:

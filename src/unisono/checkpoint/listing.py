@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for the eye."""
+"""The content of a checkpoint as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.errors import printable
 
 
 def contents(opened: OpenedCheckpoint) -> list[str]:
-    """The step, who wrote it, sums by the first word of names, and every tensor; line by line."""
+    """Lines of text: step, workers, totals by the first part of the names, and every tensor."""
     kinds: dict[str, list[str]] = {}
     for name in opened.specs:
         kinds.setdefault(name.partition("/")[0] if "/" in name else "others", []).append(name)
@@ -32,18 +32,18 @@ def contents(opened: OpenedCheckpoint) -> list[str]:
 
 
 def _settings(meta: Any) -> str:
-    """How the run was set up that wrote it, as far as it said."""
+    """Layout, synchronizer and compressor of the run, as far as the checkpoint has them."""
     config = meta.get("config") if isinstance(meta, dict) else None
     settings = config if isinstance(config, dict) else {}
-    told = [(key, settings[key]) for key in ("layout", "sync", "compress") if settings.get(key)]
-    return "".join(f", {key} {printable(str(value))}" for key, value in told)
+    shown = [(key, settings[key]) for key in ("layout", "sync", "compress") if settings.get(key)]
+    return "".join(f", {key} {printable(str(value))}" for key, value in shown)
 
 
 def _tensors(opened: OpenedCheckpoint) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "parts")]
     for name in sorted(opened.specs):
         spec, boxes = opened.specs[name], opened.stored[name]
-        where = ", ".join(_where(piece) for piece in boxes[:4])
+        where = ", ".join(map(_where, boxes[:4]))
         more = f", … {len(boxes)} boxes" if len(boxes) > 4 else ""
         rows.append((printable(name), dtype_name(spec.dtype), "×".join(map(str, spec.shape)) or "scalar", where + more))
     return rows
@@ -55,7 +55,7 @@ def _where(stored: StoredBox) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest; numbers to the right."""
+    """Rows with aligned columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     numbers = [all(re.fullmatch(r"[\d,]+", row[i]) for row in rows[1:]) for i in range(len(widths))]
     return [

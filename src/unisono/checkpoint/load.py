@@ -1,4 +1,4 @@
-"""Checkpoints read back. Nothing is handed out before every byte of it was verified."""
+"""Finds the newest checkpoint that is not damaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from unisono.checkpoint import directory as place
+from unisono.checkpoint import directory as layout
 from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint, open_checkpoint
 from unisono.errors import CheckpointDamaged
 
@@ -19,19 +19,21 @@ def newest(
     on_damaged: Callable[[CheckpointDamaged], None],
     read: Callable[[Path], Read],
 ) -> Read | None:
-    """What `read` makes of the newest checkpoint that it does not find damaged; None where there is none at all. What
-    is damaged is told and passed over.
+    """The result of `read` for the newest checkpoint that is not damaged; None without any checkpoint.
+
+    Args:
+        on_damaged: called with the error of each damaged checkpoint, which is skipped.
 
     Raises:
-        CheckpointDamaged: there are checkpoints, but not one is sound.
+        CheckpointDamaged: there are checkpoints, and all are damaged.
     """
-    found = dict(place.checkpoints(directory))
+    found = dict(layout.checkpoints(directory))
     latest: int | None = None
     try:
-        latest = place.read_latest(Path(directory))
+        latest = layout.read_latest(Path(directory))
     except CheckpointDamaged as damage:
         on_damaged(damage)
-    for step in place.newest_first(list(found), latest):
+    for step in layout.newest_first(list(found), latest):
         try:
             return read(found[step])
         except CheckpointDamaged as damage:
@@ -44,5 +46,5 @@ def newest(
 def open_newest(
     directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
 ) -> OpenedCheckpoint | None:
-    """The newest checkpoint that can be opened, to be read piece by piece; see `newest` and `open_checkpoint`."""
+    """The newest checkpoint that `open_checkpoint` accepts; see `newest`."""
     return newest(directory, on_damaged, open_checkpoint)

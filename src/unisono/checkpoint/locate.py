@@ -1,4 +1,4 @@
-"""The checkpoints that a directory holds: a run's, a directory of checkpoints, or one of them."""
+"""Finds checkpoints in a run's directory, a directory of checkpoints, or one of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from unisono.errors import CheckpointDamaged, InvalidInput
 
 
 def checkpoints_directory(directory: Path) -> Path:
-    """Where a run's checkpoints lie; `directory` itself where it is no run's."""
+    """The directory of checkpoints in a run's `directory`; for any other, `directory` itself."""
     return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
 
 
 def find_checkpoints(directory: Path, field: str) -> list[Path]:
-    """All checkpoints in `directory`, oldest first; `directory`, if it is one.
+    """All checkpoints in `directory`, oldest first; or `directory`, if it is one.
+
+    Args:
+        field: name of the directory in the error.
 
     Raises:
-        InvalidInput: there is none; `field` is what the user calls the directory.
+        InvalidInput: there is none.
     """
     if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
         return [directory]
@@ -37,10 +40,10 @@ def open_found(directory: Path, field: str, on_damaged: Callable[[CheckpointDama
 
     Raises:
         InvalidInput: as `find_checkpoints`.
-        CheckpointDamaged: not one of them is sound.
+        CheckpointDamaged: all are damaged.
     """
     if find_checkpoints(directory, field) == [directory]:
         return open_checkpoint(directory)
     opened = open_newest(checkpoints_directory(directory), on_damaged)
-    assert opened is not None  # else nothing would have been found
+    assert opened is not None  # `find_checkpoints` found one
     return opened

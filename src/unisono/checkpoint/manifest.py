@@ -1,11 +1,10 @@
-"""What a checkpoint says of itself, and how that is written down so that one wrong byte shows.
+"""The manifest of a checkpoint, in a format that detects any wrong byte.
 
-`manifest.json` describes the whole checkpoint, `part-r.json` (while it is being written) the part of worker
-r. Both are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that
-field.
+`manifest.json` describes the whole checkpoint, `part-r.json` (while the checkpoint is in progress) the part file of
+worker r. Both are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that field.
 
-A tensor that lies whole in one part is written ``{"dtype", "shape", "part", "xxh3"}``, one that is cut
-``{"dtype", "shape", "boxes": [{"part", "offset", "size", "xxh3"}, ...]}``. Format 1 knows only the first.
+A tensor that is whole in one part file is written ``{"dtype", "shape", "part", "xxh3"}``, one in several boxes
+``{"dtype", "shape", "boxes": [{"part", "offset", "size", "xxh3"}, ...]}``. Format 1 has only the first.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ SEAL = ',"sha256":"{}"}}\n'
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of a tensor, and the 128-bit XXH3 of its bytes, by which damage is pinned to it.
+    """A box of a tensor and the 128-bit XXH3 of its bytes, by which damage is located.
 
-    It is a checksum against accidents: whoever may write the checkpoint may write its checksums too. A
-    cryptographic hash would cost training ten times as much.
+    It guards against accidents: a process that can forge the checkpoint can forge checksums too. A cryptographic hash
+    would cost ten times as much time.
     """
 
-    piece: TensorShard
+    shard: TensorShard
     xxh3: str
 
 
 @dataclass(frozen=True)
 class PartFile:
-    """One worker's file: its length in bytes and what it holds.
+    """One worker's file: its length in bytes and its boxes.
 
-    Nothing else of it needs a checksum: its header follows from what it holds (see `container`), and the rest
-    is tensors without gaps. So every byte is hashed once.
+    Nothing else needs a checksum: the header follows from the boxes (see `container`), and the rest is tensors without
+    gaps. So every byte is hashed once.
     """
 
     nbytes: int
@@ -60,7 +59,7 @@ class Manifest:
 
     @property
     def tensors(self) -> dict[str, list[tuple[int, Entry]]]:
-        """By name: the boxes of each tensor, with the part that each is in; in the order in which they lie there."""
+        """By name: the boxes of each tensor, with the number of the part file that has them."""
         found: dict[str, list[tuple[int, Entry]]] = {}
         for rank, part in enumerate(self.parts):
             for name, entry in part.tensors.items():
@@ -69,12 +68,12 @@ class Manifest:
 
 
 def part_file(rank: int) -> str:
-    """The file that holds worker `rank`'s share of the tensors."""
+    """The name of the part file of worker `rank`."""
     return f"part-{rank}.safetensors"
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """Sealed JSON of `fields`, which must not be empty."""
+    """`fields`, which must not be empty, as sealed JSON."""
     body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
     return body + SEAL.format(hashlib.sha256(body).hexdigest()).encode()
 
@@ -83,7 +82,7 @@ def unseal(sealed: bytes) -> dict[str, Any]:
     """The fields of sealed JSON.
 
     Raises:
-        ValueError: a byte differs from what was written, or it is not a JSON object.
+        ValueError: the seal does not match, or it is not a JSON object.
     """
     cut = max(len(sealed) - len(SEAL.format("0" * 64)), 0)
     body, end = sealed[:cut], sealed[cut:]
@@ -99,13 +98,13 @@ def unseal(sealed: bytes) -> dict[str, Any]:
 
 
 def encode_part(step: int, part: PartFile) -> bytes:
-    """What a worker says of its part, sealed."""
+    """The description of a part file, sealed."""
     tensors = {name: _encode_spec(entry) | _encode_box(entry) for name, entry in part.tensors.items()}
     return seal({"format": FORMAT, "step": step, "bytes": part.nbytes, "tensors": tensors})
 
 
 def decode_part(sealed: bytes) -> tuple[int, PartFile]:
-    """The step and the part. Raises ValueError where it is damaged."""
+    """Inverse of `encode_part`: the step and the part file. Raises ValueError if it is damaged."""
     fields = _versioned(sealed)
     tensors = {name: _decode_entry(name, entry, entry) for name, entry in _object(fields, "tensors").items()}
     return _whole(fields, "step"), PartFile(_whole(fields, "bytes"), tensors)
@@ -124,8 +123,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(sealed: bytes) -> Manifest:
-    """The manifest. Raises ValueError, which says what is wrong, for everything that this package did not
-    write; names the tensor and the region where boxes overlap or leave something out."""
+    """Inverse of `encode_manifest`.
+
+    Raises:
+        ValueError: it is not a manifest that this package wrote; where boxes overlap or leave a gap, names the tensor
+            and the region.
+    """
     fields = _versioned(sealed)
     files = _object(fields, "parts")
     if list(files) != [part_file(r) for r in range(len(files))]:
@@ -135,7 +138,7 @@ def decode_manifest(sealed: bytes) -> Manifest:
         for box in _boxes(name, tensor):
             rank = _whole(box, "part") if isinstance(box, dict) else -1
             if not 0 <= rank < len(files) or name in held[rank]:
-                raise ValueError(f"tensor {name!r} lies in no part, or twice in one")
+                raise ValueError(f"tensor {name!r} is in no part, or twice in one")
             held[rank][name] = _decode_entry(name, tensor, box)
     if "meta" not in fields:
         raise ValueError("meta is missing")
@@ -144,21 +147,21 @@ def decode_manifest(sealed: bytes) -> Manifest:
 
 
 def merged(step: int, meta: Any, parts: Sequence[PartFile]) -> Manifest:
-    """The manifest of these parts. Raises ValueError where they do not make up whole tensors, each once."""
+    """The manifest of these part files. Raises ValueError unless they cover each tensor exactly once."""
     try:
         return _checked(Manifest(step, meta, tuple(parts)))
     except ValueError as error:
-        raise ValueError(f"{error}: the workers do not agree on who writes what") from None
+        raise ValueError(f"{error}: the workers do not agree on which worker writes what") from None
 
 
 def _checked(manifest: Manifest) -> Manifest:
     for name, found in manifest.tensors.items():
-        pieces = [entry.piece for _, entry in found]
-        for piece in pieces:
-            if piece.whole != pieces[0].whole:
-                raise ValueError(f"tensor {name!r} is {pieces[0].whole} in one part and {piece.whole} in another")
+        shards = [entry.shard for _, entry in found]
+        for shard in shards:
+            if shard.whole != shards[0].whole:
+                raise ValueError(f"tensor {name!r} is {shards[0].whole} in one part and {shard.whole} in another")
         try:
-            check_tiling(pieces[0].box.shape, [piece.box for piece in pieces])
+            check_tiling(shards[0].box.shape, [shard.box for shard in shards])
         except ValueError as error:
             raise ValueError(f"tensor {name!r}: {error}") from None
     return manifest
@@ -167,15 +170,15 @@ def _checked(manifest: Manifest) -> Manifest:
 def _encode_tensor(boxes: Sequence[tuple[int, Entry]]) -> dict[str, Any]:
     spec = _encode_spec(boxes[0][1])
     found = [{"part": rank} | _encode_box(entry) for rank, entry in boxes]
-    return spec | found[0] if boxes[0][1].piece.box.is_whole else spec | {"boxes": found}
+    return spec | found[0] if boxes[0][1].shard.box.is_whole else spec | {"boxes": found}
 
 
 def _encode_spec(entry: Entry) -> dict[str, Any]:
-    return {"dtype": dtype_name(entry.piece.dtype), "shape": entry.piece.box.shape}
+    return {"dtype": dtype_name(entry.shard.dtype), "shape": entry.shard.box.shape}
 
 
 def _encode_box(entry: Entry) -> dict[str, Any]:
-    box = entry.piece.box
+    box = entry.shard.box
     where = {} if box.is_whole else {"offset": box.offset, "size": box.size}
     return where | {"xxh3": entry.xxh3}
 
@@ -193,9 +196,9 @@ def _decode_entry(name: str, spec: Any, fields: Any) -> Entry:
     shape, dtype = _field(spec, "shape", list), DTYPES.get(_field(spec, "dtype", str))
     if dtype is None or not all(_is_whole(n) for n in shape):
         raise ValueError(f"tensor {name!r} has no possible dtype and shape")
-    # Torch counts in 63 bits; an empty tensor may still claim absurd lengths elsewhere.
+    # Torch counts in 63 bits; an empty tensor may still have absurd lengths in other dimensions.
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
-        raise ValueError(f"tensor {name!r} claims more bytes than a machine can have")
+        raise ValueError(f"tensor {name!r} has more bytes than a machine can have")
     return Entry(TensorShard(dtype, _decode_box(name, tuple(shape), fields)), _field(fields, "xxh3", str))
 
 

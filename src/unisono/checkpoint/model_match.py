@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model that wants it?"""
+"""Checks that a checkpoint matches a model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from unisono.errors import CheckpointMismatch
 
 
 def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mapping[str, Tensor | Spec]) -> None:
-    """Check that `found` has the names, dtypes and shapes that are `expected`.
+    """Check that `found` has the expected names, dtypes and shapes.
 
     Raises:
-        CheckpointMismatch: names the first tensor, in sorted order, that is missing, superfluous or
-        different.
+        CheckpointMismatch: names the first tensor, in sorted order, that is missing, unexpected or different.
     """
     for name in sorted(expected.keys() | found.keys()):
         mine = Spec(expected[name][0], tuple(expected[name][1])) if name in expected else None
@@ -25,5 +24,5 @@ def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mappin
         if theirs is None:
             raise CheckpointMismatch(f"tensor {name!r} ({mine}) is not in the checkpoint")
         if mine is None:
-            raise CheckpointMismatch(f"the checkpoint has a tensor {name!r} ({theirs}), which is not known here")
+            raise CheckpointMismatch(f"the checkpoint has a tensor {name!r} ({theirs}), which this model does not have")
         raise CheckpointMismatch(f"tensor {name!r} is {mine} here and {theirs} in the checkpoint")

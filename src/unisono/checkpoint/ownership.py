@@ -1,4 +1,4 @@
-"""What each worker holds of the global tensors, and what of it each writes: arithmetic without I/O."""
+"""Which rank holds which shards, and which of them it writes: arithmetic without I/O."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from unisono.tensors.box import Box, check_tiling
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a global tensor that a worker holds, without its numbers."""
+    """The dtype and box of a shard of a global tensor."""
 
     dtype: torch.dtype
     box: Box
 
     @property
     def spec(self) -> Spec:
-        """Of the local tensor that holds it."""
+        """Dtype and shape of the local tensor."""
         return Spec(self.dtype, self.box.size)
 
     @property
     def whole(self) -> Spec:
-        """Of the global tensor."""
+        """Dtype and shape of the global tensor."""
         return Spec(self.dtype, self.box.shape)
 
 
@@ -39,34 +39,34 @@ ShardMap = Mapping[str, TensorShard]
 
 
 def shards_of(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, TensorShard]:
-    """What a worker with these local tensors holds, by global name.
+    """The shards that `tensors` are, by global name.
 
     Args:
-        boxes: which box of the global tensor each local one is; one without a box is the whole.
+        boxes: the box of each; a tensor without one is whole.
 
     Raises:
-        ValueError: a tensor has not the size of its box, or a box has no tensor.
+        ValueError: a tensor differs in size from its box, or a box has no tensor.
     """
     boxes = boxes or {}
     for name, box in boxes.items():
         if name not in tensors or tuple(tensors[name].shape) != box.size:
-            found = list(tensors[name].shape) if name in tensors else "not there"
+            found = list(tensors[name].shape) if name in tensors else "missing"
             raise ValueError(f"tensor {name!r} is {found}, and its box {box} of {list(box.shape)}")
     return {name: TensorShard(x.dtype, boxes.get(name) or Box.whole(x.shape)) for name, x in tensors.items()}
 
 
-def encode_shards(held: ShardMap) -> str:
-    """As JSON, to be told to the other workers."""
-    boxes = {name: (piece, piece.box) for name, piece in held.items()}
+def encode_shards(shards: ShardMap) -> str:
+    """`shards` as JSON, to be sent to other ranks."""
+    boxes = {name: (shard, shard.box) for name, shard in shards.items()}
     return json.dumps({name: [dtype_name(p.dtype), b.shape, b.offset, b.size] for name, (p, b) in boxes.items()})
 
 
 def decode_shards(text: str) -> dict[str, TensorShard]:
-    """What `encode_shards` wrote. Raises ValueError where it is anything else."""
+    """Inverse of `encode_shards`. Raises ValueError for any other text."""
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    return {name: _decode(name, piece) for name, piece in fields.items()}
+    return {name: _decode(name, shard) for name, shard in fields.items()}
 
 
 def _decode(name: str, fields: Any) -> TensorShard:
@@ -78,40 +78,40 @@ def _decode(name: str, fields: Any) -> TensorShard:
 
 
 def write_plan(holders: Sequence[ShardMap]) -> list[dict[str, TensorShard]]:
-    """What each worker writes, if worker *r* holds ``holders[r]``: together every tensor once, balanced by bytes.
+    """The shards that each rank writes, if rank *r* holds ``holders[r]``: every tensor once, balanced by bytes.
 
-    Every worker finds the same for the same `holders`, so nobody need be asked.
+    The result is equal on all ranks for equal `holders`, so they need not communicate.
 
     Raises:
-        CheckpointError: names a tensor, and the region of it, that nobody holds, that several hold in boxes which
-            are not the same, or on whose dtype or shape workers do not agree.
+        CheckpointError: names a tensor, and the region of it, that no rank holds, that several ranks hold in boxes
+            which overlap without being equal, or on whose dtype or shape ranks do not agree.
     """
-    found = _holders(holders)
-    for name, boxes in found.items():
+    ranks_of = _holders(holders)
+    for name, boxes in ranks_of.items():
         try:
             check_tiling(next(iter(boxes)).shape, list(boxes))
         except ValueError as error:
             raise CheckpointError(f"tensor {name!r} cannot be written: {error}") from None
-    dtypes = {name: piece.dtype for held in holders for name, piece in held.items()}
-    who = {(name, box): ranks for name, boxes in found.items() for box, ranks in boxes.items()}
-    sizes = {(name, box): box.numel * dtypes[name].itemsize for name, box in who}
-    dealt = plan_writes(sizes, who, len(holders))
-    return [{name: TensorShard(dtypes[name], box) for name, box in share if _is_something(box)} for share in dealt]
+    dtypes = {name: shard.dtype for shards in holders for name, shard in shards.items()}
+    owners = {(name, box): ranks for name, boxes in ranks_of.items() for box, ranks in boxes.items()}
+    sizes = {(name, box): box.numel * dtypes[name].itemsize for name, box in owners}
+    plan = plan_writes(sizes, owners, len(holders))
+    return [{name: TensorShard(dtypes[name], box) for name, box in items if _is_written(box)} for items in plan]
 
 
-def _is_something(box: Box) -> bool:
-    """Nothing of a tensor that has something need not be written."""
+def _is_written(box: Box) -> bool:
+    """False for an empty box of a tensor that is not empty."""
     return box.numel > 0 or math.prod(box.shape) == 0
 
 
 def _holders(holders: Sequence[ShardMap]) -> dict[str, dict[Box, list[int]]]:
-    """By name, every box of it and who holds that. An empty tensor has one box, the whole."""
+    """By name, the ranks that hold each box. An empty tensor has one box, the whole."""
     found: dict[str, dict[Box, list[int]]] = {}
     first: dict[str, Spec] = {}
-    for rank, held in enumerate(holders):
-        for name, piece in held.items():
-            if first.setdefault(name, piece.whole) != piece.whole:
-                raise CheckpointError(f"tensor {name!r} is {first[name]} to one worker and {piece.whole} to another")
-            box = piece.box if math.prod(piece.box.shape) else Box.whole(piece.box.shape)
+    for rank, shards in enumerate(holders):
+        for name, shard in shards.items():
+            if first.setdefault(name, shard.whole) != shard.whole:
+                raise CheckpointError(f"tensor {name!r} is {first[name]} on one worker and {shard.whole} on another")
+            box = shard.box if math.prod(shard.box.shape) else Box.whole(shard.box.shape)
             found.setdefault(name, {}).setdefault(box, []).append(rank)
     return found

@@ -1,4 +1,4 @@
-"""One worker's file on its way to the disk."""
+"""Writes the part file of one worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from unisono.system.atomic_files import write_durably
 
 
 class WriteStopped(Exception):
-    """Nobody wants this part any more."""
+    """The checkpoint was abandoned."""
 
 
 def report_file(rank: int) -> str:
-    """The file by whose presence worker `rank` says that its part is complete."""
+    """The file whose presence means that the part file of worker `rank` is complete."""
     return f"part-{rank}.json"
 
 
@@ -31,12 +31,11 @@ def write_part(
     image: Image,
     stopped: Callable[[], bool],
 ) -> PartFile:
-    """Write the file image durably into `directory`, then its report, whose presence says that the part is
-    complete.
+    """Write the file image durably into `directory`, then its report, whose presence marks it as complete.
 
     Raises:
-        OSError: the disk does not take it; what was written of it is removed.
-        Stopped: `stopped` said so between two chunks; likewise.
+        OSError: it cannot be written; the partial file is removed.
+        WriteStopped: `stopped` returned true between two chunks; the partial file is removed.
     """
     path, report = directory / part_file(rank), directory / report_file(rank)
     report.unlink(missing_ok=True)
@@ -45,7 +44,7 @@ def write_part(
         part = PartFile(image.container.nbytes, image.tensors)
         write_durably(report, encode_part(step, part))
     except (OSError, WriteStopped):
-        with contextlib.suppress(OSError):  # the first error is the one that tells
+        with contextlib.suppress(OSError):  # raise the first error, not this one
             path.unlink(missing_ok=True)
         raise
     return part
@@ -54,7 +53,7 @@ def write_part(
 def _stream(path: Path, image: Image, stopped: Callable[[], bool]) -> None:
     nbytes, descriptor = image.container.nbytes, _create(path)
     try:
-        # Space is taken first: a disk that is too full says so before a byte is written.
+        # Allocate the space first: a disk that is too full fails before a byte is written.
         os.posix_fallocate(descriptor, 0, -(-nbytes // PAGE) * PAGE)
         for chunk in image.chunks():
             if stopped():
@@ -67,8 +66,10 @@ def _stream(path: Path, image: Image, stopped: Callable[[], bool]) -> None:
 
 
 def _create(path: Path) -> int:
-    """A new private file that bypasses the page cache, where the file system can: no second copy of the data
-    in memory, and what training reads from disk is not driven out of the cache."""
+    """A new private file that bypasses the page cache, where the file system supports that.
+
+    So there is no second copy in memory, and data that training reads from disk stays in the cache.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
@@ -87,5 +88,5 @@ def _write_all(descriptor: int, data: memoryview) -> None:
             direct = flags & getattr(os, "O_DIRECT", 0)
             if error.errno != errno.EINVAL or not direct:
                 raise
-            # This file system wants another alignment; through the page cache it takes any.
+            # The file system requires another alignment; through the page cache it accepts any.
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)

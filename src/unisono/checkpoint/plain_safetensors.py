@@ -1,4 +1,4 @@
-"""Safetensors files that others wrote: one file, or a directory of several with an index, as transformers has it."""
+"""Reads safetensors files of other programs: one file, or several with an index, as of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint import directory as place
+from unisono.checkpoint import directory as layout
 from unisono.checkpoint.opened_checkpoint import damage
 from unisono.checkpoint.safetensors_format import CODES, HEADER_LIMIT, Slot, Spec
 from unisono.checkpoint.tensor_stream import CHUNK, read_exactly
@@ -22,11 +22,11 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class PlainSafetensors:
-    """Tensors of one or more safetensors files, read one after the other.
+    """Tensors of one or more safetensors files, read one at a time.
 
     Args:
-        slots: by name, the file and where in it the tensor lies.
-        metadata: what the header of the first file says beside.
+        slots: by name, the file of each tensor and its position in it.
+        metadata: of the header of the first file.
     """
 
     def __init__(self, slots: Mapping[str, tuple[Path, Slot]], metadata: Mapping[str, str]) -> None:
@@ -34,13 +34,13 @@ class PlainSafetensors:
         self.specs: Mapping[str, Spec] = {name: slot.spec for name, (_, slot) in slots.items()}
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """The elements of tensor `name` in row-major order, some megabytes at a time.
+        """The elements of tensor `name` in row-major order, a few megabytes at a time.
 
         Raises:
             CheckpointDamaged: the file cannot be read, or has become shorter.
         """
         file, slot = self._slots[name]
-        with damage(file), open(place.open_to_read(file), "rb", buffering=0) as stream:
+        with damage(file), open(layout.open_to_read(file), "rb", buffering=0) as stream:
             buffer = memoryview(bytearray(min(CHUNK, slot.end - slot.begin)))
             for begin in range(slot.begin, slot.end, CHUNK):
                 piece = buffer[: slot.end - begin]
@@ -49,10 +49,10 @@ class PlainSafetensors:
 
 
 def open_plain(path: str | os.PathLike[str]) -> PlainSafetensors:
-    """A safetensors file, an index, or a directory with ``model.safetensors`` or its index.
+    """Open a safetensors file, an index, or a directory with ``model.safetensors`` or its index.
 
     Raises:
-        CheckpointDamaged: a file is missing or is not safetensors, or the index does not fit the files.
+        CheckpointDamaged: a file is missing or is not safetensors, or the index does not match the files.
     """
     path = Path(path)
     if path.is_dir():
@@ -61,11 +61,11 @@ def open_plain(path: str | os.PathLike[str]) -> PlainSafetensors:
         found, metadata = _read(path)
         return PlainSafetensors({name: (path, slot) for name, slot in found.items()}, metadata)
     with damage(path):
-        where = _places(json.loads(place.read_small(path, place.JSON_LIMIT)))
+        where = _places(json.loads(layout.read_small(path, layout.JSON_LIMIT)))
     files = {file: _read(path.parent / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file][0]:
-            raise CheckpointDamaged(f"{path.parent / file}: it has no tensor {name!r}, which the index says")
+            raise CheckpointDamaged(f"{path.parent / file}: it has no tensor {name!r}, which is in the index")
     slots = {name: (path.parent / file, files[file][0][name]) for name, file in where.items()}
     return PlainSafetensors(slots, next((metadata for _, metadata in files.values()), {}))
 
@@ -76,13 +76,13 @@ def _places(index: Any) -> dict[str, str]:
         raise ValueError("it has no weight_map from tensors to files")
     for file in found.values():
         if Path(file).name != file:
-            raise ValueError(f"it names a file elsewhere, {file!r}")
+            raise ValueError(f"it names a file in another directory, {file!r}")
     return found
 
 
 def _read(file: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """What a file's header says, checked against its length."""
-    with damage(file), open(place.open_to_read(file), "rb", buffering=0) as stream:
+    """The tensors and metadata in a file's header, checked against the file's length."""
+    with damage(file), open(layout.open_to_read(file), "rb", buffering=0) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(HEADER_LIMIT, nbytes - 8):
@@ -113,7 +113,7 @@ def _slot(name: str, entry: Any, start: int) -> Slot:
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(offsets) != 2:  # type: ignore[arg-type]
-        raise ValueError(f"its header says of tensor {name!r} what cannot be")
+        raise ValueError(f"its header has no possible shape and position of tensor {name!r}")
     spec = Spec(_dtype(name, fields.get("dtype")), tuple(shape))  # type: ignore[arg-type]
     begin, end = offsets  # type: ignore[misc]
     if end - begin != spec.nbytes:
@@ -124,12 +124,12 @@ def _slot(name: str, entry: Any, start: int) -> Slot:
 def _dtype(name: str, code: object) -> torch.dtype:
     dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        raise ValueError(f"tensor {name!r} has a dtype that is not known here, {code!r}")
+        raise ValueError(f"tensor {name!r} has an unknown dtype, {code!r}")
     return dtype
 
 
 def _check_runs(slots: Mapping[str, Slot], start: int, nbytes: int) -> None:
-    """Tensors follow each other without gaps up to the end of the file."""
+    """Raise ValueError unless tensors follow each other without gaps up to the end of the file."""
     end = start
     for slot in sorted(slots.values(), key=lambda slot: (slot.begin, slot.end)):
         if slot.begin != end:

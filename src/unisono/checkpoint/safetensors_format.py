@@ -1,12 +1,11 @@
-"""The safetensors container as arithmetic: which byte of a file holds what.
+"""The safetensors format as arithmetic: the position of each tensor in a file.
 
     8 bytes     length of the header, little-endian
     header      JSON: name -> dtype, shape, [begin, end) of its bytes; spaces up to a page boundary
-    data        the tensors, little-endian, without gaps; wider dtypes first (so all are aligned), then by
-    name
+    data        the tensors, little-endian, without gaps; wider dtypes first (so all are aligned), then by name
 
-The layout follows from the tensors' dtypes and shapes alone. A reader that knows those needs no header, and
-a header that differs by one byte is damage.
+Positions follow from the tensors' dtypes and shapes alone. A reader that knows those needs no header, and a header that
+differs by one byte is damaged.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 
-PAGE = 4096  # the data starts on a page boundary, so that it can go to the disk without a copy in the page cache
+PAGE = 4096  # the data begins on a page boundary, as needed to bypass the page cache
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library reads no longer header
 
 CODES: dict[torch.dtype, str] = {
@@ -46,7 +45,7 @@ CODES: dict[torch.dtype, str] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch prints it, without ``torch.``."""
+    """The name of `dtype` as torch prints it, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -55,7 +54,7 @@ DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is, without its numbers."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,7 +69,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in the file: bytes ``[begin, end)``."""
+    """The position of a tensor in the file: bytes ``[begin, end)``."""
 
     name: str
     spec: Spec
@@ -80,7 +79,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Container:
-    """One file: its first bytes and where each tensor lies."""
+    """One file: its header and the position of each tensor."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -96,17 +95,17 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
 
 
 def container(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> Container:
-    """The file that holds tensors of these dtypes and shapes.
+    """The file for tensors of these dtypes and shapes.
 
     Args:
-        metadata: what else the header says, beside that the file is PyTorch's.
+        metadata: further entries of the header, next to ``format``.
 
     Raises:
-        CheckpointError: a dtype or a name that the format cannot hold, or too many tensors for one header.
+        CheckpointError: the format does not allow a dtype or a name, or so many tensors in one header.
     """
     for name, spec in specs.items():
         if spec.dtype not in CODES or name == "__metadata__":
-            raise CheckpointError(f"tensor {name!r} of {spec} cannot be held by a safetensors file")
+            raise CheckpointError(f"tensor {name!r} of {spec} cannot be stored in a safetensors file")
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets = [0]

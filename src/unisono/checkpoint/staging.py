@@ -1,5 +1,4 @@
-"""This worker's tensors in the very form in which they go to disk: a private copy, or, where nothing changes them
-meanwhile, a window that moves over them."""
+"""The image of a part file: a copy of the tensors or, if they do not change meanwhile, a window on them."""
 
 from __future__ import annotations
 
@@ -18,48 +17,47 @@ from unisono.checkpoint.manifest import Entry
 from unisono.checkpoint.ownership import TensorShard
 from unisono.checkpoint.safetensors_format import PAGE, Container, container
 
-CHUNK = 32 << 20  # bytes per write: long enough that the interpreter's lock is rarely asked for
+CHUNK = 32 << 20  # bytes per write: so large that the GIL is rarely taken
 WINDOW = 8 << 20  # bytes per write while nothing trains
-PIECE = 512 << 10  # bytes: half of a small second-level cache, and enough to let go of the interpreter's lock
+PIECE = 512 << 10  # bytes: half of a small second-level cache, and enough for numpy to release the GIL
 
 
 class Image(Protocol):
-    """One file on its way.
+    """The content of a file that is being written.
 
     Attributes:
-        container: what lies where in it.
-        tensors: what it holds, with digests; known when the last chunk is taken.
+        container: its header and the positions of tensors.
+        tensors: its boxes with digests; complete after the last chunk.
     """
 
     container: Container
     tensors: Mapping[str, Entry]
 
     def chunks(self) -> Iterator[memoryview]:
-        """The file from its beginning, in pages; each chunk is good until the next is asked for."""
+        """The file from its beginning, in whole pages; each chunk is valid until the next."""
         ...
 
 
 class Staging:
-    """Memory for one file. Taken and touched once, then used for every checkpoint of the same tensors.
+    """A copy of the tensors. Its memory is allocated once, and reused for checkpoints of the same tensors.
 
     Args:
-        pieces: what the file holds, by name.
-        pinned: take memory that a CUDA device can copy to while the host goes on.
+        shards: in the file, by name.
+        pinned: allocate pinned memory, to which a CUDA device copies asynchronously.
     """
 
-    def __init__(self, pieces: Mapping[str, TensorShard], pinned: bool) -> None:
-        self._pieces, self.container = pieces, _container(pieces)
+    def __init__(self, shards: Mapping[str, TensorShard], pinned: bool) -> None:
+        self._shards, self.container = shards, _container(shards)
         self.tensors: Mapping[str, Entry] = {}
         length = -(-self.container.nbytes // PAGE) * PAGE
         self.image = _pinned(length) if pinned else _pages(length)
         image = np.frombuffer(self.image, dtype=np.uint8)
-        image.fill(0)  # the kernel hands out pages at the first touch; better now than inside the copy
+        image.fill(0)  # the kernel maps pages at first access: now, not inside the copy
         header = np.frombuffer(self.container.header, dtype=np.uint8)
         image[: len(header)] = header
 
     def copy(self, tensors: Mapping[str, Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
-        """Take over the numbers; returns when they are here. Big copies do not hold the interpreter's
-        lock."""
+        """Copy the elements; returns when that is complete. Large copies release the GIL."""
         image = np.frombuffer(self.image, dtype=np.uint8)
         digests: dict[str, str] = {}
         for slot in self.container.slots:
@@ -75,7 +73,7 @@ class Staging:
         for slot in self.container.slots:
             if slot.name not in digests:
                 digests[slot.name] = xxh3_128(self.image[slot.begin : slot.end]).hexdigest()
-        self.tensors = {slot.name: Entry(self._pieces[slot.name], digests[slot.name]) for slot in self.container.slots}
+        self.tensors = {slot.name: Entry(self._shards[slot.name], digests[slot.name]) for slot in self.container.slots}
 
     def chunks(self) -> Iterator[memoryview]:
         """See `Image.chunks`."""
@@ -84,15 +82,15 @@ class Staging:
 
 
 class Window:
-    """Tensors that do not change until they are written: no more than `WINDOW` bytes of them are copied at any time.
+    """Tensors that do not change until they are written; at most `WINDOW` bytes are copied at a time.
 
     Args:
-        pieces: what the file holds, by name.
-        tensors: this worker's, by name.
+        shards: in the file, by name.
+        tensors: of this worker, by name.
     """
 
-    def __init__(self, pieces: Mapping[str, TensorShard], tensors: Mapping[str, Tensor]) -> None:
-        self._pieces, self._tensors, self.container = pieces, tensors, _container(pieces)
+    def __init__(self, shards: Mapping[str, TensorShard], tensors: Mapping[str, Tensor]) -> None:
+        self._shards, self._tensors, self.container = shards, tensors, _container(shards)
         self.tensors: Mapping[str, Entry] = {}
 
     def chunks(self) -> Iterator[memoryview]:
@@ -109,7 +107,7 @@ class Window:
                     yield image
                     filled = 0
             if name is not None:
-                found[name] = Entry(self._pieces[name], digest.hexdigest())
+                found[name] = Entry(self._shards[name], digest.hexdigest())
         self.tensors = found
         if filled:
             yield image[: -(-filled // PAGE) * PAGE]
@@ -121,12 +119,12 @@ class Window:
             yield slot.name, raw_bytes(self._tensors[slot.name].detach())
 
 
-def _container(pieces: Mapping[str, TensorShard]) -> Container:
-    return container({name: piece.spec for name, piece in pieces.items()})
+def _container(shards: Mapping[str, TensorShard]) -> Container:
+    return container({name: shard.spec for name, shard in shards.items()})
 
 
 def _copy_and_digest(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> str:
-    """Copy, and hash each piece while it is still in the processor's cache: the memory is read once for both."""
+    """Copy, and hash each piece while it is in the cache, so that memory is read once."""
     digest = xxh3_128()
     for begin in range(0, len(source), PIECE):
         piece = target[begin : begin + PIECE]

@@ -1,4 +1,4 @@
-"""Tensors that pass through a few megabytes of memory on their way from file to file."""
+"""Streams tensors from file to file through a few megabytes of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 4 << 20  # bytes
 
 
 class TensorSource(Protocol):
-    """Tensors that can be read one after the other."""
+    """Tensors that can be read one at a time."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -23,7 +23,7 @@ class TensorSource(Protocol):
         ...
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """The elements in row-major order, little-endian, some megabytes at a time; each is valid until the next."""
+        """The elements in row-major order, little-endian, a few megabytes at a time; each is valid until the next."""
         ...
 
 
@@ -44,7 +44,7 @@ class Renamed:
 
 
 def read_exactly(descriptor: int, memory: memoryview, position: int) -> None:
-    """Fill `memory` with a file's bytes from `position` on. Raises ValueError where the file ends before."""
+    """Fill `memory` with a file's bytes from `position` on. Raises ValueError if the file ends before."""
     while memory:
         count = os.preadv(descriptor, [memory], position)
         if not count:
@@ -53,10 +53,10 @@ def read_exactly(descriptor: int, memory: memoryview, position: int) -> None:
 
 
 def write_file(path: Path, container: Container, source: TensorSource) -> dict[str, str]:
-    """Write a new private file of the tensors in `container` durably; gives the digest of each.
+    """Write the tensors in `container` durably to a new private file; returns the digest of each.
 
     Raises:
-        OSError: the file is there already, or the disk does not take it.
+        OSError: the file exists already, or cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     digests: dict[str, str] = {}
@@ -67,7 +67,7 @@ def write_file(path: Path, container: Container, source: TensorSource) -> dict[s
             for piece in source.stream(slot.name):
                 digest.update(piece)
                 file.write(piece)
-            assert file.tell() == slot.end  # a source streams what its spec says
+            assert file.tell() == slot.end  # a source streams as many bytes as its spec has
             digests[slot.name] = digest.hexdigest()
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Everything of a checkpoint read once, and all damage told, not the first alone."""
+"""Reads all of a checkpoint, and reports all damage in it, not only the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.errors import CheckpointDamaged
 
 
 def damages(path: Path) -> Iterator[str]:
-    """One sentence for each file of the checkpoint in `path` that is damaged, with the tensors that it held.
+    """One sentence for each file of the checkpoint in `path` that is damaged, with its tensors.
 
     Digests of all bytes are compared, a few megabytes at a time.
     """
@@ -24,21 +24,21 @@ def damages(path: Path) -> Iterator[str]:
         try:
             stored = read_part(path / part_file(rank), part)
         except CheckpointDamaged as error:
-            held = ", ".join(map(repr, part.tensors)) or "no tensor"
-            yield f"{error} (it held {held})"
+            names = ", ".join(map(repr, part.tensors)) or "no tensor"
+            yield f"{error} (it held {names})"
             continue
-        opened = OpenedCheckpoint(path, manifest, {piece.name: [piece] for piece in stored})
-        for piece in stored:
+        opened = OpenedCheckpoint(path, manifest, {box.name: [box] for box in stored})
+        for box in stored:
             try:
-                opened.verify(piece)
+                opened.verify(box)
             except CheckpointDamaged as error:
                 yield str(error)
 
 
 def verified(path: Path) -> OpenedCheckpoint:
-    """The checkpoint in `path`, all of whose bytes have been read and compared. Raises CheckpointDamaged."""
+    """Open the checkpoint in `path` and verify all of its bytes. Raises CheckpointDamaged."""
     opened = open_checkpoint(path)
-    for pieces in opened.stored.values():
-        for stored in pieces:
+    for boxes in opened.stored.values():
+        for stored in boxes:
             opened.verify(stored)
     return opened

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint, by the names that they have in the model."""
+"""Reads the weights in a checkpoint, by their names in the model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ WEIGHTS = "model/"  # before the names of parameters and buffers
 
 
 def weights_in(opened: OpenedCheckpoint) -> dict[str, str]:
-    """The names in ``model.state_dict()``, and those of the same tensors in the checkpoint. Of tensors with several
-    names, the first; no buffers that ``state_dict()`` leaves out."""
+    """Names in ``model.state_dict()``, mapped to the names of the same tensors in the checkpoint.
+
+    Of a tensor with several names, the first. Non-persistent buffers are left out.
+    """
     left_out = set(_meta(opened).get("transient", ()))
     names = {name.removeprefix(WEIGHTS): name for name in opened.specs if name.startswith(WEIGHTS)}
     return {own: name for own, name in names.items() if own not in left_out}
 
 
 def read_weights(opened: OpenedCheckpoint) -> dict[str, Tensor]:
-    """All of `weights_in`, in host memory, and tensors with several names by each of them.
+    """The tensors of `weights_in` in host memory, those with several names under each of them.
 
     Raises:
-        CheckpointDamaged: names the file and the tensor that are not what was written.
+        CheckpointDamaged: names the file and the tensor.
     """
     found = {own: opened.read(name) for own, name in weights_in(opened).items()}
     return found | {alias: found[name] for alias, name in _meta(opened).get("aliases", {}).items() if name in found}

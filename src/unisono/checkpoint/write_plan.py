@@ -1,4 +1,4 @@
-"""Who writes what: arithmetic without I/O."""
+"""Which rank writes which tensor: arithmetic without I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def plan_replicated_writes(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
-    """The names that each worker writes where everybody has everything, balanced by bytes; see `plan_writes`.
+    """The names that each rank writes if all have all tensors, balanced by bytes; see `plan_writes`.
 
     Args:
         sizes: bytes of each tensor.
@@ -25,34 +25,34 @@ def plan_replicated_writes(sizes: Mapping[str, int], workers: int) -> list[list[
 
 
 def plan_writes(sizes: Mapping[Item, int], holders: Mapping[Item, Sequence[int]], workers: int) -> list[list[Item]]:
-    """What each worker writes, balanced by bytes; the same on every worker for the same arguments.
+    """The items that each rank writes, balanced by bytes; equal on all ranks for equal arguments.
 
-    What one worker alone holds is its own to write. Of the rest, largest first, each goes to that of its holders with
-    the least so far (Graham 1969, LPT: where all hold everything, no worker gets more than 4/3 of the best possible
-    maximum). Ties go by item and by rank. Every item is in exactly one list; a list is sorted and may be empty.
+    An item of one holder is written by it. Each other item, largest first, goes to the holder with the fewest bytes so
+    far (Graham 1969, LPT: if all ranks hold all items, none gets more than 4/3 of the optimal maximum). Ties are broken
+    by item and by rank. Every item is in exactly one list; a list is sorted and may be empty.
 
     Args:
         sizes: bytes of each item.
-        holders: the workers that have it, in order.
-        workers: how many there are.
+        holders: the ranks that have each item, in order.
+        workers: number of ranks.
     """
-    shares: list[list[Item]] = [[] for _ in range(workers)]
+    items: list[list[Item]] = [[] for _ in range(workers)]
     loads = [0] * workers
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     order: Any = lambda item: (len(holders[item]) > 1, -sizes[item], item)
     for item in sorted(sizes, key=order):
-        who = tuple(holders[item])
-        if len(who) == 1:
-            rank = who[0]
+        ranks = tuple(holders[item])
+        if len(ranks) == 1:
+            rank = ranks[0]
         else:
-            rank = _least(heaps.setdefault(who, [(0, rank) for rank in who]), loads)
-        shares[rank].append(item)
+            rank = _least_loaded(heaps.setdefault(ranks, [(0, rank) for rank in ranks]), loads)
+        items[rank].append(item)
         loads[rank] += sizes[item]
-    return [sorted(share) for share in shares]  # type: ignore[type-var]
+    return [sorted(each) for each in items]  # type: ignore[type-var]
 
 
-def _least(heap: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    """The rank with the least so far. What the heap says of others may be old: too little, never too much."""
+def _least_loaded(heap: list[tuple[int, int]], loads: Sequence[int]) -> int:
+    """The rank with the smallest load. Entries of the heap may be out of date: too small, never too large."""
     while heap[0][0] != loads[heap[0][1]]:
         heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
     return heap[0][1]

@@ -1,3 +1,3 @@
-"""The command line: parse, call one function, print."""
+"""The command line: reads arguments, calls one function, prints its result."""
 
 from unisono.cli.main import main as main

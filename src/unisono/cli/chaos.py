@@ -1,4 +1,4 @@
-"""``unisono chaos TASK``: a training under faults beside one without, and whether they come to the same."""
+"""``unisono chaos TASK``: trains with and without faults, and compares the results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.chaos.fault_schedule import FaultKind
-from unisono.cli.argument_words import whole
-from unisono.cli.request import Request, request
+from unisono.cli.argument_words import Others, read_options, whole_number
+from unisono.cli.request import TrainRequest, build_request
 from unisono.cli.task_help import task_options
-from unisono.cli.train_options import given
+from unisono.cli.train_options import parse_arguments
 from unisono.errors import InvalidInput, UnisonoError
 
 if TYPE_CHECKING:
@@ -28,33 +28,32 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: unisono chaos TASK [options] [options of unisono train] [options of TASK]
 
-Train TASK twice: once in peace, and once while workers are killed, frozen, cut off and started, at moments that a seed
-decides; some while a checkpoint is written, or while state is handed over. Then compare: steps, samples, the loss of
-every step, metrics and weights. With Exact(), which is the default here, all of it has to be equal to the bit.
-The exit code is 0 where it is, and 1 where it is not.
+Train TASK twice: once without faults (the baseline), and once while workers are killed, frozen, disconnected and
+started. A seed decides the moments; some are during a checkpoint or a state transfer. Then compare steps, samples, the
+loss of every step, metrics and weights. With Exact(), the default here, all of them have to be equal to the bit.
+The exit code is 0 if they are, and 1 if they are not.
 
-what befalls the run
-  --kill N           SIGKILL to a worker; another one takes its place [3]
-  --freeze N         SIGSTOP to a worker, and SIGCONT after a while [1]
-  --partition N      a worker's network link is cut for a while; needs root and the command ip, and is left out without
-                     them [1]
-  --join N           further workers are started (unisono join) [2]
-  --drain N          SIGTERM to a worker: it leaves after the step in hand [1]
-  --coordinator N    SIGKILL to the coordinator [1]
+faults
+  --kill N           kill a worker (SIGKILL); a replacement is started [3]
+  --freeze N         freeze a worker (SIGSTOP), and thaw it after a while (SIGCONT) [1]
+  --partition N      cut a worker's network link for a while; needs root and the command ip, left out without them [1]
+  --join N           start further workers (unisono join) [2]
+  --drain N          ask a worker to leave (SIGTERM); it leaves after the current step [1]
+  --coordinator N    kill the coordinator (SIGKILL) [1]
 
-how it is tried
-  --seed N           of all that befalls the run; that of the training is --set seed=N [0]
-  --seeds N          try so many seeds, from --seed on [1]
-  --virtual          on made-up processes, network and clock, in this process: the trainer and the protocol are the
-                     real ones, and a seed gives the same to the bit again. A second for a small run
-  --json FILE        write what happened and what was compared there
-  --run-dir DIR      keep the runs in DIR; else they are kept only where something differs
+trials
+  --seed N           seed of the faults; the seed of the training is --set seed=N [0]
+  --seeds N          try this number of seeds, from --seed on [1]
+  --virtual          simulate processes, network and clock in this process, with the real trainer and protocol. A seed
+                     then reproduces a trial to the bit, and a small run takes a second
+  --json FILE        write the faults and the comparison to this file
+  --run-dir DIR      keep the runs in DIR [kept only if a result differs]
 
-4 workers, unless you say otherwise, and a checkpoint each 10 steps. A process takes seconds to start: take so many
---steps that an undisturbed run lasts 20 s or more, and a --micro-batch small enough for those who join (each worker of
-a step computes one at least). --virtual needs 30 steps or so.
+Defaults are 4 workers, and a checkpoint every 10 steps. A process takes seconds to start: choose enough --steps for a
+baseline of 20 s or more (30 steps with --virtual), and a --micro-batch small enough that every worker that joins gets
+one.
 
-for instance:
+examples:
   unisono chaos digits --virtual --steps 40 --micro-batch 8 --seeds 20
   unisono chaos digits --steps 1500 --micro-batch 8 --kill 2 --freeze 1 --join 1 --seed 7
 """
@@ -67,111 +66,99 @@ _FAULTS = {
     FaultKind.COORDINATOR: 1,
 }
 _NUMBERS = {f"--{kind.value}": count for kind, count in _FAULTS.items()} | {"--seed": 0, "--seeds": 1}
+_TABLE: dict[str, str | None] = {**dict.fromkeys(_NUMBERS, "N"), "--virtual": None}
 
 
 @dataclass(frozen=True)
 class ChaosRequest:
-    """What is to be tried, as the user wrote it.
+    """What the command was asked to try.
 
     Args:
-        words: after ``unisono chaos``.
+        words: arguments of ``unisono chaos``.
         request: as of ``unisono train``.
-        wanted: faults of each kind.
+        wanted: number of faults of each kind.
+        seeds: seeds to try.
+        virtual: whether processes and network are simulated.
     """
 
     words: Sequence[str]
-    request: Request
+    request: TrainRequest
     wanted: Mapping[FaultKind, int]
     seeds: range
     virtual: bool
 
-    def again(self, seed: int) -> str:
-        """The command that tries one seed again."""
-        rest, _, _ = _own(self.words, {"--seed", "--seeds"})
+    def command(self, seed: int) -> str:
+        """The command that tries `seed` again."""
+        _, rest = read_options(self.words, {"--seed": "N", "--seeds": "N"}, others=Others.KEEP)
         return shlex.join(["unisono", "chaos", *rest, "--seed", str(seed)])
 
 
 def chaos(words: list[str]) -> int:
-    """Run the words after ``unisono chaos``; 0 where faults changed nothing, 1 where they did.
+    """Run ``unisono chaos`` with the arguments `words`; 0 if all results are equal, 1 if any differs.
 
     Raises:
-        UnisonoError: what was written cannot work, or the undisturbed run failed.
+        UnisonoError: the arguments cannot work, or the baseline failed.
     """
     if "--help" in words or "-h" in words:
         return _help(words)
-    asked = read(words)
+    asked = read_request(words)
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    with _kept(asked.request.settings.get("run_dir")) as (directory, keep):
-        found: list[Trial] = []
-        for trial in _tried(asked, directory, console):
-            found.append(trial)
-            if asked.request.json:  # many seeds take long, and something is better than nothing
-                _write(asked.request.json, found)
-        wrong = [trial for trial in found if trial.differences]
-        if wrong and not asked.virtual:
+    with _run_directory(asked.request.settings.get("run_dir")) as (directory, keep):
+        tried: list[Trial] = []
+        for trial in _trials(asked, directory, console):
+            tried.append(trial)
+            if asked.request.json:  # after each seed, since all of them may take hours
+                _write(asked.request.json, tried)
+        failed = [trial for trial in tried if trial.differences]
+        if failed and not asked.virtual:
             keep()
-            console.print(f"the runs lie in {directory}", markup=False)
-    if len(found) > 1:
-        count = f"{len(found) - len(wrong)} of {len(found)} seeds came to the same as the undisturbed run"
-        console.print(count, style="red" if wrong else "green")
-    for trial in wrong if len(found) > 1 else ():
-        console.print(f"  {asked.again(trial.schedule.seed)}", markup=False)
-    return 1 if wrong else 0
+            console.print(f"the run directories are in {directory}", markup=False)
+    if len(tried) > 1:
+        count = f"{len(tried) - len(failed)} of {len(tried)} seeds gave the result of the baseline"
+        console.print(count, style="red" if failed else "green")
+    for trial in failed if len(tried) > 1 else ():
+        console.print(f"  {asked.command(trial.schedule.seed)}", markup=False)
+    return 1 if failed else 0
 
 
-def read(words: Sequence[str]) -> ChaosRequest:
-    """Our own options, and the rest as ``unisono train`` reads it.
+def read_request(words: Sequence[str]) -> ChaosRequest:
+    """Read the command's own options, and the others as ``unisono train`` does.
 
     Raises:
-        InvalidInput: an option of ours without a number; whatever ``unisono train`` refuses.
+        InvalidInput: an option without a number, or whatever ``unisono train`` refuses.
     """
-    rest, numbers, virtual = _own(words, set(_NUMBERS) | {"--virtual"})
-    counts = {name: whole(name, numbers.get(name, str(count)), 0) for name, count in _NUMBERS.items()}
-    made = request(given(rest))
-    if made.calling is not None:
-        raise InvalidInput("chaos", made.source.name, "its coordinator is one of its own", "leave out where it is")
+    options, rest = read_options(words, _TABLE, others=Others.KEEP)
+    counts = {name: whole_number(name, options.get(name, str(count)), 0) for name, count in _NUMBERS.items()}
+    request = build_request(parse_arguments(rest))
+    if request.coordinator is not None:
+        problem = "it starts a coordinator for each run"
+        raise InvalidInput("chaos", request.source.name, problem, "leave out the options about the coordinator")
     seeds = range(counts["--seed"], counts["--seed"] + counts["--seeds"])
     if not seeds:
-        raise InvalidInput("--seeds", 0, "nothing is tried", "use 1 or more")
-    return ChaosRequest(words, made, {kind: counts[f"--{kind.value}"] for kind in FaultKind}, seeds, virtual)
+        raise InvalidInput("--seeds", 0, "no seed is tried", "use 1 or more")
+    wanted = {kind: counts[f"--{kind.value}"] for kind in FaultKind}
+    return ChaosRequest(words, request, wanted, seeds, "--virtual" in options)
 
 
-def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str], bool]:
-    """All other words, our own options with their numbers, and whether ``--virtual`` is among them."""
-    rest, numbers, left, virtual = list[str](), dict[str, str](), list(words), False
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in ours:
-            rest.append(word)
-        elif name == "--virtual":
-            virtual = True
-        elif not equals and not left:
-            raise InvalidInput(name, "(nothing)", "a number is missing", f"write {name} 1")
-        else:
-            numbers[name] = value if equals else left.pop(0)
-    return rest, numbers, virtual
-
-
-def _tried(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[Trial]:
+def _trials(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[Trial]:
     from unisono.chaos.trial import NO_FAULTS, dependence, settings_of, trials  # imports torch
     from unisono.config import FIELDS
 
-    wanted = {**asked.wanted, FaultKind.PARTITION: _cuts(asked, console)}
+    wanted = {**asked.wanted, FaultKind.PARTITION: _possible_partitions(asked, console)}
     task = asked.request.source.load(FIELDS)
     settings = {name: value for name, value in asked.request.settings.items() if name != "run_dir"}
     settings = settings_of(task, settings, wanted)
     ground = _ground(asked, task, settings, directory)
-    with console.status("training in peace"):
-        undisturbed = ground.run("undisturbed", NO_FAULTS, None, [])
-    console.print(_heading(asked, settings, undisturbed), style="bold", markup=False)
+    with console.status("training without faults"):
+        baseline = ground.run("baseline", NO_FAULTS, None, [])
+    console.print(_heading(asked, settings, baseline), style="bold", markup=False)
     if why := dependence(task, settings):
         console.print(why, style="yellow", markup=False)
     for seed in asked.seeds:
-        with console.status(f"training under the faults of seed {seed}"):
-            (trial,) = trials(ground, undisturbed, [seed], wanted)
+        with console.status(f"training with the faults of seed {seed}"):
+            (trial,) = trials(ground, baseline, [seed], wanted)
         _print(asked, trial, console)
         yield trial
 
@@ -185,27 +172,26 @@ def _ground(asked: ChaosRequest, task: Any, settings: Mapping[str, Any], directo
     )
 
 
-def _cuts(asked: ChaosRequest, console: Console) -> int:
-    """How many links can be cut of those that were to be."""
+def _possible_partitions(asked: ChaosRequest, console: Console) -> int:
+    """The number of partitions that are wanted; 0 if this host cannot cut links."""
     from unisono.chaos.network_namespace import unavailable
 
-    cuts = asked.wanted[FaultKind.PARTITION]
-    why = "" if asked.virtual or not cuts else unavailable()
+    wanted = asked.wanted[FaultKind.PARTITION]
+    why = "" if asked.virtual or not wanted else unavailable()
     if why:
         console.print(f"no link is cut: {why}", style="yellow", markup=False)
-    return 0 if why else cuts
+    return 0 if why else wanted
 
 
-def _heading(asked: ChaosRequest, settings: Mapping[str, Any], undisturbed: RunOutcome) -> str:
-    where = "made-up processes" if asked.virtual else "processes"
-    took = f", {undisturbed.seconds:.1f} s" if undisturbed.seconds else ""
-    return (
-        f"{asked.request.source.name} on {settings['workers']} {where}, undisturbed: {undisturbed.steps:,} steps{took}"
-    )
+def _heading(asked: ChaosRequest, settings: Mapping[str, Any], baseline: RunOutcome) -> str:
+    processes = "virtual workers" if asked.virtual else "workers"
+    duration = f", {baseline.seconds:.1f} s" if baseline.seconds else ""
+    run = f"{asked.request.source.name} on {settings['workers']} {processes}"
+    return f"{run}, baseline: {baseline.steps:,} steps{duration}"
 
 
 def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
-    """One seed: all of it, or a line where there are many."""
+    """Print the result of one seed; the faults as well if it is the only one."""
     from unisono.chaos.report import show
 
     equal = not trial.differences
@@ -214,17 +200,17 @@ def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
     console.print(f"seed {trial.schedule.seed}: ", end="")
     console.print("equal" if equal else "DIFFERENT", style="green" if equal else "red", end="")
     missing = len(trial.schedule.faults) - len(trial.injected)
-    left_out = f", {missing} more found no moment: take more --steps" if missing else ""
+    left_out = f"; for {missing} more the run was too short: use more --steps" if missing else ""
     console.print(f" after {len(trial.injected)} faults{left_out}", markup=False)
-    for words in trial.differences:
-        console.print(f"  {words}", markup=False)
+    for difference in trial.differences:
+        console.print(f"  {difference}", markup=False)
     if not equal:
-        console.print(f"  again: {asked.again(trial.schedule.seed)}", markup=False)
+        console.print(f"  reproduce with: {asked.command(trial.schedule.seed)}", markup=False)
 
 
 @contextlib.contextmanager
-def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
-    """A directory for the runs, and what keeps it, which is gone afterwards otherwise."""
+def _run_directory(run: str | None) -> Iterator[tuple[Path, Any]]:
+    """A directory for the runs, and a function that keeps it; otherwise it is removed."""
     if run:
         path = Path(run).absolute()
         if path.exists():
@@ -233,29 +219,29 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
         try:
             yield path, lambda: None
         finally:
-            with contextlib.suppress(OSError):  # there are runs in it
+            with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
         return
-    path, kept = Path(tempfile.mkdtemp(prefix="unisono-chaos-")), list[bool]()
+    path, keep = Path(tempfile.mkdtemp(prefix="unisono-chaos-")), list[bool]()
     try:
-        yield path, lambda: kept.append(True)
+        yield path, lambda: keep.append(True)
     finally:
-        if not kept:
+        if not keep:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(path: Path, found: Sequence[Trial]) -> None:
+def _write(path: Path, tried: Sequence[Trial]) -> None:
     from unisono.chaos.report import trial_mapping
     from unisono.observe import write_summary
 
     try:
-        write_summary(path, {"seeds": [trial_mapping(trial) for trial in found]})
+        write_summary(path, {"seeds": [trial_mapping(trial) for trial in tried]})
     except OSError as error:
-        raise UnisonoError(f"what was found was not written to {path}: {error.strerror}") from error
+        raise UnisonoError(f"the comparison was not written to {path}: {error.strerror}") from error
 
 
 def _help(words: Sequence[str]) -> int:
-    rest, _, _ = _own([word for word in words if word not in ("--help", "-h")], set(_NUMBERS) | {"--virtual"})
-    task = given(rest).task
+    _, rest = read_options([word for word in words if word not in ("--help", "-h")], _TABLE, others=Others.KEEP)
+    task = parse_arguments(rest).task
     print(USAGE + (f"\n{task_options(task)}\n" if task else ""), end="")
     return 0

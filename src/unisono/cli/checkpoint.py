@@ -1,4 +1,4 @@
-"""``unisono checkpoint``: look at checkpoints, verify them, and turn them into safetensors and back."""
+"""``unisono checkpoint``: shows, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli.argument_words import read, single
+from unisono.cli.argument_words import option_table, read_options, single_argument
 from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError, printable
 from unisono.notation import nearest
 
@@ -23,45 +23,44 @@ usage: unisono checkpoint show DIR
        unisono checkpoint convert DIR --to FILE.safetensors [--all] [--max-shard-bytes SIZE]
        unisono checkpoint convert --from FILE.safetensors DIR [--all]
 
-Look at what a run has written down. DIR is a run, its checkpoints, or one of them; of several, the newest.
+Show, verify and convert checkpoints. DIR is a run directory, a directory of checkpoints, or one checkpoint; of several,
+the newest is used (verify: all).
 
-  show     the step, who wrote it, and every tensor
-  verify   read everything and compare every checksum; 1 is returned where something is damaged
-  convert  to safetensors, or from there to a checkpoint in a new DIR; tensor by tensor, whatever the model's size
+  show     print the step, what has written the checkpoint, and every tensor
+  verify   read all data and compare all checksums; the exit code is 1 if anything is damaged
+  convert  write a safetensors file, or read one and write a checkpoint to a new DIR; one tensor at a time, so the model
+           need not fit in memory
 
   --to FILE               the safetensors file to write
   --from FILE             a safetensors file, an index, or a directory with model.safetensors or its index
-  --all                   everything, optimizer state included, under the names that it has in the checkpoint
-                          [weights only, under the model's names]
-  --max-shard-bytes SIZE  several files with an index, as transformers reads them, none larger than this: 5GB, 500MB
+  --all                   convert everything, also optimizer state, by the names in the checkpoint [weights only, by the
+                          model's names]
+  --max-shard-bytes SIZE  write several files of at most SIZE (5GB, 500MB) with an index, as transformers reads them
 """
-_OURS = "unisono"  # in a file's metadata: the step, and what else the checkpoint said
+_METADATA = "unisono"  # key in a file's metadata: step and meta of the checkpoint
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def checkpoint(words: list[str]) -> int:
-    """Run the words after ``unisono checkpoint``; 0 when it is done, 1 where something is damaged.
+    """Run ``unisono checkpoint`` with the arguments `words`; 1 if ``verify`` finds damage, otherwise 0.
 
     Raises:
-        UnisonoError: what was written cannot work, or what is read is damaged.
+        UnisonoError: the arguments cannot work, or the checkpoint is damaged.
     """
     if not words or "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
     verbs = {"show": _show, "verify": _verify, "convert": _convert}
     if words[0] not in verbs:
-        raise InvalidInput("checkpoint", words[0], "it can do no such thing", nearest(words[0], list(verbs)))
-    options, rest = read(words[1:], _CONVERSION if words[0] == "convert" else {})
-    directory = Path(single(rest, "DIR", "directory", f"write unisono checkpoint {words[0]} DIR"))
+        raise InvalidInput("checkpoint", words[0], "there is no such subcommand", nearest(words[0], list(verbs)))
+    options, rest = read_options(words[1:], option_table(USAGE) if words[0] == "convert" else {})
+    directory = Path(single_argument(rest, "DIR", "directory", f"write unisono checkpoint {words[0]} DIR"))
     try:
         return verbs[words[0]](directory, options)
-    except BrokenPipeError:  # whoever reads what is printed has gone; the command knows what to do
+    except BrokenPipeError:  # the reader of the output has exited: handled by the main command
         raise
     except OSError as error:
         raise UnisonoError(f"{error.filename or directory}: {error.strerror or error}") from error
-
-
-_CONVERSION = {"--to": True, "--from": True, "--max-shard-bytes": True, "--all": False}
 
 
 def _show(directory: Path, options: Mapping[str, str]) -> int:
@@ -77,53 +76,53 @@ def _verify(directory: Path, options: Mapping[str, str]) -> int:
 
     damaged = _latest_is_damaged(directory)
     for path in find_checkpoints(directory, "DIR"):
-        words = [printable(sentence) for sentence in damages(path)]
-        if words:
-            print(f"{path}: damaged\n" + "\n".join(f"  {sentence}" for sentence in words))
+        problems = [printable(problem) for problem in damages(path)]
+        if problems:
+            print(f"{path}: damaged\n" + "\n".join(f"  {problem}" for problem in problems))
         else:
             opened = open_checkpoint(path)
             nbytes = sum(part.nbytes for part in opened.parts)
             print(f"{path}: sound, step {opened.step}, {len(opened.specs)} tensors, {nbytes:,} bytes")
-        damaged |= bool(words)
+        damaged |= bool(problems)
     return int(damaged)
 
 
 def _convert(directory: Path, options: Mapping[str, str]) -> int:
     if ("--to" in options) == ("--from" in options):
         raise InvalidInput("convert", str(directory), "either --to or --from is needed", "write --to model.safetensors")
-    return (convert if "--to" in options else _from)(directory, options)
+    return (convert if "--to" in options else _import)(directory, options)
 
 
 def convert(directory: Path, options: Mapping[str, str]) -> int:
-    """Write a checkpoint to the safetensors file ``options["--to"]``; 0.
+    """Write a checkpoint to the safetensors file ``options["--to"]``; returns 0.
 
     Raises:
-        InvalidInput: that is no such file, or it is there already.
-        OSError: the disk does not take it.
+        InvalidInput: the name is not that of a safetensors file, or the file exists.
+        OSError: it cannot be written.
     """
     from unisono.checkpoint import save_plain
     from unisono.checkpoint.plain_safetensors import INDEX
     from unisono.checkpoint.tensor_stream import Renamed
     from unisono.checkpoint.weights import weights_in
 
-    path, most = Path(options["--to"]), size_of(options)
+    path, max_bytes = Path(options["--to"]), shard_bytes(options)
     if path.suffix != ".safetensors":
         raise InvalidInput("--to", str(path), "not a safetensors file", "write for instance --to model.safetensors")
     if not path.parent.is_dir():
         raise InvalidInput("--to", str(path), f"there is no directory {path.parent}", "make it, or name another file")
-    if there := [file for file in (path, path.with_name(path.name + INDEX)) if file.exists()]:
-        raise InvalidInput("--to", str(path), f"{there[0]} is there already", "name another file, or take it away")
+    if existing := [file for file in (path, path.with_name(path.name + INDEX)) if file.exists()]:
+        raise InvalidInput("--to", str(path), f"{existing[0]} exists already", "name another file, or remove it")
     opened = _newest(directory)
     if "--all" in options:
-        told = json.dumps({"step": opened.step, "meta": opened.meta})
-        files = save_plain(opened, path, most, {_OURS: told})
+        metadata = json.dumps({"step": opened.step, "meta": opened.meta})
+        files = save_plain(opened, path, max_bytes, {_METADATA: metadata})
     else:
-        files = save_plain(Renamed(opened, weights_in(opened)), path, most)
+        files = save_plain(Renamed(opened, weights_in(opened)), path, max_bytes)
     print("\n".join(map(str, files)))
     return 0
 
 
-def _from(directory: Path, options: Mapping[str, str]) -> int:
+def _import(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import open_plain, store
     from unisono.checkpoint.tensor_stream import Renamed
     from unisono.checkpoint.weights import WEIGHTS
@@ -136,25 +135,25 @@ def _from(directory: Path, options: Mapping[str, str]) -> int:
     if not path.exists():
         raise InvalidInput("--from", str(path), "there is no such file", "check the path")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidInput("DIR", str(directory), "something is there already", "name a new directory")
+        raise InvalidInput("DIR", str(directory), "it exists already", "name a new directory")
     plain = open_plain(path)
-    step, meta, ours = _told(plain.metadata, path)
+    step, meta, has_all = _read_metadata(plain.metadata, path)
     source: TensorSource = plain
     if "--all" not in options:
-        prefix = WEIGHTS if ours else ""
+        prefix = WEIGHTS if has_all else ""
         names = [name.removeprefix(prefix) for name in plain.specs if name.startswith(prefix)]
         source = Renamed(plain, {WEIGHTS + name: prefix + name for name in names})
     print(store(source, directory, step, meta))
     return 0
 
 
-def _told(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
-    """Step and meta of a checkpoint that was converted with all that it held, and whether it was."""
-    if _OURS not in metadata:
+def _read_metadata(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
+    """Step and meta of a checkpoint that was converted with --all, and whether it was."""
+    if _METADATA not in metadata:
         return 0, {"converted_from": path.name}, False
     try:
-        told = json.loads(metadata[_OURS])
-        step, meta = told["step"], told["meta"]
+        fields = json.loads(metadata[_METADATA])
+        step, meta = fields["step"], fields["meta"]
         if type(step) is not int or not 0 <= step < 10**18:
             raise ValueError(step)
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -162,11 +161,11 @@ def _told(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
     return step, meta, True
 
 
-def size_of(options: Mapping[str, str]) -> int | None:
-    """``--max-shard-bytes`` in bytes; None where it is not given.
+def shard_bytes(options: Mapping[str, str]) -> int | None:
+    """``--max-shard-bytes`` in bytes; None if it is not given.
 
     Raises:
-        InvalidInput: it is no size.
+        InvalidInput: it is not a size.
     """
     text = options.get("--max-shard-bytes")
     if text is None:

@@ -1,4 +1,4 @@
-"""The fields of `Config` as options, read from its source text, so that ``--help`` need not import torch."""
+"""The fields of `Config` as options, read from its source, because importing it would import torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Field:
 
     Args:
         name: as in Python (``global_batch``).
-        kind: its annotation as text.
-        default: its default as text.
-        meaning: its line in the docstring.
+        kind: its annotation, as text.
+        default: its default, as text.
+        meaning: its description in the docstring.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Field:
 
     @property
     def option(self) -> str:
-        """As on the command line (``--global-batch``)."""
+        """The option on the command line (``--global-batch``)."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -38,7 +38,7 @@ class Field:
 
 
 def fields() -> dict[str, Field]:
-    """Every field of `Config` by name, in order."""
+    """Every field of `Config`, by name and in order."""
     spec = find_spec("unisono.config")
     assert spec is not None  # a module of this package
     assert spec.origin is not None
@@ -58,7 +58,7 @@ def fields() -> dict[str, Field]:
 
 
 def _meanings(docstring: str) -> dict[str, str]:
-    """The lines of the section ``Args:``, one per name."""
+    """The descriptions in the section ``Args:``, by name."""
     body = inspect.cleandoc(docstring.partition("Args:\n")[2])
-    found = re.findall(r"^(\w+): (.*(?:\n +.*)*)", body, re.MULTILINE)
-    return {name: " ".join(text.replace("`", "").split()) for name, text in found}
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", body, re.MULTILINE)
+    return {name: " ".join(text.replace("`", "").split()) for name, text in entries}

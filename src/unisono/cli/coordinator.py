@@ -1,4 +1,4 @@
-"""``unisono coordinator``: the service at which workers learn who takes part, by itself."""
+"""``unisono coordinator``: runs a coordinator as a process of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.cli.argument_words import read, whole
-from unisono.cli.coordinator_options import NEW, place
-from unisono.cli.token import VARIABLE, token
+from unisono.cli.argument_words import option_table, read_options, whole_number
+from unisono.cli.coordinator_options import NEW, endpoint
+from unisono.cli.token import VARIABLE, read_token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.certificate import fingerprint, with_certificate
@@ -21,26 +21,27 @@ from unisono.system import atomic_files as atomic
 USAGE = f"""\
 usage: unisono coordinator [options]
 
-Agree on who trains. unisono train starts a coordinator of its own; one that runs elsewhere outlives every worker's
-host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state and --port, it goes on where it was.
+Run a coordinator, which decides which workers of a run train together. unisono train starts one itself; a coordinator
+on another host survives the loss of any worker's host. It ends on Ctrl-C, SIGTERM and SIGHUP. Started again with the
+same --state and --port, it continues where it stopped.
 
-  --host HOST         address to listen at; any but loopback is reached from other machines [127.0.0.1]
-  --port PORT         0 takes a free one [0]
-  --state FILE        where its decisions lie [coordinator.sqlite]
-  --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which is not encrypted
-  --make-certificate  make one, beside --state; others know it by its fingerprint, which is printed (--certificate new)
-  --min-workers N     workers below which nothing is trained [1]
-  --max-workers N     workers above which further ones stand by [as many as come]
+  --host HOST         address to listen at; any but loopback is reachable from other hosts [127.0.0.1]
+  --port PORT         port to listen at; 0: a free port [0]
+  --state FILE        file for its decisions [coordinator.sqlite]
+  --certificate FILE  certificate of this host for TLS, with --key; none: plain HTTP, which is not encrypted
+  --key FILE          private key of the certificate
+  --make-certificate  make a certificate next to --state; clients verify it by its printed fingerprint (the same as
+                      --certificate new)
+  --min-workers N     do not train with fewer workers [1]
+  --max-workers N     do not train with more workers; others wait as spares [no limit]
   --expected-workers N
-                      workers that the first view waits for, for 30 s [--min-workers]
-  --replica-size N    workers of one replica, for runs with a --layout; a view has whole replicas [1]
-  --micro-batches N   micro-batches of a step, by those that a replica computes at once: the number of replicas divides
-                      it, where a layout has all of them take as many [any number]
-  --token-file FILE   holds the run's token [{VARIABLE} of the environment, or a new one,
-                      which is kept beside --state, readable for this user only]
+                      wait up to 30 s for this number of workers before the first step [--min-workers]
+  --replica-size N    workers of one replica, for a run with --layout; only complete replicas train [1]
+  --micro-batches N   micro-batches of a step, divided by those that a replica computes at a time: the number of
+                      replicas divides it, if the layout needs equal work of all replicas [any number of replicas]
+  --token-file FILE   file with the run's token [{VARIABLE} of the environment, or a new token, kept next to --state
+                      and readable by this user only]
 """
-_OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--min-workers", "--max-workers",
-            "--expected-workers", "--replica-size", "--micro-batches", "--token-file")  # fmt: skip
 _RENAMED = {
     "--minimum": "--min-workers",
     "--maximum": "--max-workers",
@@ -51,91 +52,93 @@ _RENAMED = {
 
 
 def coordinator(words: list[str]) -> int:
-    """Run the words after ``unisono coordinator``; 0 when it was asked to end.
+    """Run ``unisono coordinator`` with the arguments `words`; returns 0 when it was asked to end.
 
     Raises:
-        UnisonoError: what was written cannot work.
+        UnisonoError: the arguments cannot work.
     """
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
-    options, rest = read(words, {**dict.fromkeys(_OPTIONS, True), "--make-certificate": False}, _RENAMED)
+    options, rest = read_options(words, option_table(USAGE), _RENAMED)
     if "--make-certificate" in options:
         options.setdefault("--certificate", NEW)
     if rest:
         raise InvalidInput("coordinator", " ".join(rest), "it takes options only", "see unisono coordinator --help")
-    port = whole("--port", options.get("--port", "0"), 0)
-    where = place(options.get("--host", "127.0.0.1"), port, options)
+    port = whole_number("--port", options.get("--port", "0"), 0)
+    place = endpoint(options.get("--host", "127.0.0.1"), port, options)
     policy, state = policy_of(options), Path(options.get("--state", "coordinator.sqlite"))
-    given = token(options)
+    token = read_token(options)
     if state.is_dir():
         raise InvalidInput("--state", str(state), "it is a directory", "name a file in it")
-    door, kept = where.listen(), Path(f"{state}.token")
+    listener, token_file = place.listen(), Path(f"{state}.token")
 
-    makes, where = (
-        where.create_certificate,
-        with_certificate(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem")),
+    made, place = (
+        place.create_certificate,
+        with_certificate(place, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem")),
     )
 
     from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
 
     try:
-        serving = CoordinatorServer(where, policy, state, given or _kept(kept), _print, door)
+        server = CoordinatorServer(place, policy, state, token or _stored_token(token_file), _print, listener)
     except (sqlite3.Error, OSError) as error:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
-    print(f"coordinator at {serving.url}")
-    print("" if given else f"its token, for --token-file of workers, is in {kept}\n", end="", flush=True)
-    authority = fingerprint(where.certificate) if makes and where.certificate else ""
-    if authority or not where.is_local:
-        print(f"others join with  {join_command(CoordinatorAddress(serving.url, '', authority=authority))}", flush=True)
-    serving.run()
+    print(f"coordinator at {server.url}")
+    print("" if token else f"its token, for --token-file of workers, is in {token_file}\n", end="", flush=True)
+    authority = fingerprint(place.certificate) if made and place.certificate else ""
+    if authority or not place.is_local:
+        command = join_command(CoordinatorAddress(server.url, "", authority=authority))
+        print(f"other hosts join with  {command}", flush=True)
+    server.run()
     return 0
 
 
-def _kept(file: Path) -> str:
-    """The token that lies in `file`, which has one from now on.
+def _stored_token(file: Path) -> str:
+    """The token in `file`, which is created with a new token unless it exists.
 
     Raises:
-        InvalidInput: it cannot be written, or others can read it.
+        InvalidInput: it cannot be written, or other users can read or write it.
     """
     try:
         if not file.exists():
             atomic.write(file, f"{secrets.token_urlsafe(32)}\n".encode())
-        state = file.stat()
+        status = file.stat()
     except OSError as error:
         raise InvalidInput("--state", str(file), str(error), "name another file") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise InvalidInput("--token-file", str(file), "others can read it, or write it", "remove it: another is chosen")
-    return token({"--token-file": str(file)}, {})
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        problem = "other users can read or write it"
+        raise InvalidInput("--token-file", str(file), problem, "remove it, and a new token is chosen")
+    return read_token({"--token-file": str(file)}, {})
 
 
 def policy_of(options: Mapping[str, str]) -> Policy:
-    """Who may take part.
+    """The numbers of workers that `options` allow.
 
     Raises:
-        InvalidInput: numbers that contradict each other.
+        InvalidInput: they contradict each other.
     """
-    least = whole("--min-workers", options.get("--min-workers", "1"))
-    first = whole("--expected-workers", options.get("--expected-workers", str(least)))
-    most = whole("--max-workers", options.get("--max-workers", str(Policy().max_workers)))
-    if not least <= first <= most:
+    minimum = whole_number("--min-workers", options.get("--min-workers", "1"))
+    expected = whole_number("--expected-workers", options.get("--expected-workers", str(minimum)))
+    maximum = whole_number("--max-workers", options.get("--max-workers", str(Policy().max_workers)))
+    if not minimum <= expected <= maximum:
         raise InvalidInput(
-            "--expected-workers", first, f"not between --min-workers {least} and --max-workers {most}",
+            "--expected-workers", expected, f"not between --min-workers {minimum} and --max-workers {maximum}",
             "choose them in that order")  # fmt: skip
-    replica_size = whole("--replica-size", options.get("--replica-size", "1"))
-    micro_batches = whole("--micro-batches", options.get("--micro-batches", "0"), 0)
-    if most < replica_size:
+    replica_size = whole_number("--replica-size", options.get("--replica-size", "1"))
+    micro_batches = whole_number("--micro-batches", options.get("--micro-batches", "0"), 0)
+    if maximum < replica_size:
         raise InvalidInput(
-            "--max-workers", most, f"below one replica of --replica-size {replica_size}", "write a multiple of that"
+            "--max-workers", maximum, f"below one replica of --replica-size {replica_size}", "write a multiple of that"
         )
     return Policy(
-        min_workers=least,
-        expected_workers=first,
-        max_workers=most,
+        min_workers=minimum,
+        expected_workers=expected,
+        max_workers=maximum,
         replica_size=replica_size,
         micro_batches=micro_batches,
     )
 
 
-def _print(words: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)
+def _print(text: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)

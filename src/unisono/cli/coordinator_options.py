@@ -1,4 +1,4 @@
-"""Where a run's coordinator is, as options say it."""
+"""Options that name the coordinator of a run, or say where it listens."""
 
 from __future__ import annotations
 
@@ -6,92 +6,92 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.cli.argument_words import whole
-from unisono.cli.token import VARIABLE, token
+from unisono.cli.argument_words import whole_number
+from unisono.cli.token import VARIABLE, read_token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress
 from unisono.membership.certificate import is_pin
 from unisono.membership.endpoint import CoordinatorOptions, Endpoint
 
 OPTIONS = {
-    "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
-                 f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "of that host, for TLS, with --key; new: one is made, which others know by the printed "
-                      "fingerprint; none: plain HTTP, which is not encrypted"),
-    "--key": ("FILE", "of the certificate"),
-    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not, or "
-                    "the fingerprint of its own (sha256:...); none: for http:// to another host"),
-    "--coordinator": ("URL", f"a unisono coordinator that is up already, whose token {VARIABLE} or --token-file holds"),
-    "--token-file": ("FILE", f"holds the token, in place of {VARIABLE}"),
+    "--listen": ("HOST[:PORT]", "address at which the run's coordinator listens, so that workers of other hosts can "
+                 f"join (unisono join) with the run's token: {VARIABLE} of the environment, or a new one [127.0.0.1]"),
+    "--certificate": ("FILE", "certificate of that host for TLS, with --key; new: make one, which clients verify by "
+                      "its printed fingerprint; none: plain HTTP, which is not encrypted"),
+    "--key": ("FILE", "private key of the certificate"),
+    "--authority": ("FILE", "certificate that has signed the coordinator's, if the system does not trust it, or the "
+                    "fingerprint of the coordinator's (sha256:...); none: plain http:// to another host"),
+    "--coordinator": ("URL", f"use a running unisono coordinator, whose token is in {VARIABLE} or --token-file"),
+    "--token-file": ("FILE", f"file with the token, instead of {VARIABLE}"),
 }  # fmt: skip
 NONE, NEW = "none", "new"
-_LARGEST_PORT = 65535
+_MAX_PORT = 65535
 
 
-def calling(options: Mapping[str, str]) -> CoordinatorOptions | None:
-    """What `options` say of it; None if nothing.
+def coordinator_options(options: Mapping[str, str]) -> CoordinatorOptions | None:
+    """What `options` say about the run's coordinator; None if there are no options.
 
     Raises:
-        InvalidInput: no address, no such file, or options that exclude each other.
+        InvalidInput: no address, a file that does not exist, or options that exclude each other.
     """
     if not options:
         return None
     if "--coordinator" in options:
         for name in ("--listen", "--certificate", "--key"):
             if name in options:
-                raise InvalidInput(name, options[name], "the coordinator is up already", "leave one out")
-        return CoordinatorOptions(existing=contact(options["--coordinator"], options))
+                raise InvalidInput(name, options[name], "--coordinator names one that runs already", "leave one out")
+        return CoordinatorOptions(existing=coordinator_address(options["--coordinator"], options))
     if "--listen" not in options:
         name = next(iter(options))
-        raise InvalidInput(name, options[name], "no coordinator is said", "add --listen HOST or --coordinator URL")
+        raise InvalidInput(name, options[name], "no coordinator is named", "add --listen HOST or --coordinator URL")
     host, port = _address(options["--listen"])
-    return CoordinatorOptions(place(host, port, options), token(options), _file(options, "--authority"))
+    return CoordinatorOptions(endpoint(host, port, options), read_token(options), _file(options, "--authority"))
 
 
-def contact(url: str, options: Mapping[str, str]) -> CoordinatorAddress:
-    """Of the coordinator at `url`.
+def coordinator_address(url: str, options: Mapping[str, str]) -> CoordinatorAddress:
+    """Address and credentials of the coordinator at `url`.
 
     Raises:
-        InvalidInput: no token, no such file or fingerprint, or plain HTTP to another host without
+        InvalidInput: no token, a file or fingerprint that does not exist, or plain HTTP to another host without
             ``--authority none``.
     """
-    known = token(options)
-    if not known:
+    token = read_token(options)
+    if not token:
         raise InvalidInput(
-            VARIABLE, "unset", "the coordinator answers only who has its token", "set it, or give --token-file FILE"
+            VARIABLE, "unset", "the coordinator requires the run's token", "set it, or give --token-file FILE"
         )
-    where = CoordinatorAddress(url, known, authority=_file(options, "--authority"))
-    if url.startswith("http:") and not where.is_local and options.get("--authority") != NONE:
+    address = CoordinatorAddress(url, token, authority=_file(options, "--authority"))
+    if url.startswith("http:") and not address.is_local and options.get("--authority") != NONE:
         raise InvalidInput(
             "coordinator", url, "plain HTTP between hosts is not encrypted",
-            f"have it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
-    return where
+            f"let it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
+    return address
 
 
-def place(host: str, port: int, options: Mapping[str, str]) -> Endpoint:
-    """Where to listen.
+def endpoint(host: str, port: int, options: Mapping[str, str]) -> Endpoint:
+    """The address, certificate and key with which a coordinator listens.
 
     Raises:
-        InvalidInput: no port; no such file; one of certificate and key without the other; or plain HTTP for other hosts
-            without ``--certificate none``.
+        InvalidInput: no such port or file, only one of certificate and key, or plain HTTP for other hosts without
+            ``--certificate none``.
     """
-    if port > _LARGEST_PORT:
-        raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
-    certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
-    where = Endpoint(host, port, certificate, key, options.get("--certificate") == NEW)
-    if not (where.is_local or certificate or where.create_certificate or options.get("--certificate") == NONE):
+    if port > _MAX_PORT:
+        raise InvalidInput("port", port, f"above {_MAX_PORT}", "leave it out to use a free port")
+    certificate, key = (Path(path) if (path := _file(options, name)) else None for name in ("--certificate", "--key"))
+    result = Endpoint(host, port, certificate, key, options.get("--certificate") == NEW)
+    if not (result.is_local or certificate or result.create_certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
             "listen", host, "plain HTTP between hosts is not encrypted",
             f"give --certificate FILE and --key FILE, --certificate {NEW} (one is made), or --certificate {NONE}"
         )  # fmt: skip
-    return where
+    return result
 
 
 def _address(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([0-9]{1,6}))?", text)
-    if not found:
-        raise InvalidInput("--listen", text, "no address", "write HOST or HOST:PORT, as in 0.0.0.0:4000")
-    return found[1].strip("[]"), whole("--listen", found[2] or "0", 0)
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([0-9]{1,6}))?", text)
+    if not match:
+        raise InvalidInput("--listen", text, "not an address", "write HOST or HOST:PORT, as in 0.0.0.0:4000")
+    return match[1].strip("[]"), whole_number("--listen", match[2] or "0", 0)
 
 
 def _file(options: Mapping[str, str], name: str) -> str:

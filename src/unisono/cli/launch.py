@@ -1,4 +1,4 @@
-"""``unisono launch SCRIPT``: a script with a training loop of its own, on several workers of this host."""
+"""``unisono launch SCRIPT``: runs a script with its own training loop in several workers of this host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.argument_words import unknown, whole
-from unisono.cli.coordinator_options import OPTIONS as CALLING
-from unisono.cli.coordinator_options import calling
+from unisono.cli import coordinator_options
+from unisono.cli.argument_words import Others, option_table, read_options, whole_number
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
 from unisono.launch import ElasticOptions, ForkServer, LaunchOptions, launch_script, start_fork_server
@@ -30,38 +29,39 @@ PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")
 USAGE = """\
 usage: unisono launch [options] SCRIPT.py [arguments of the script …]
 
-Run SCRIPT.py on N workers of this host. In it, unisono.join() is all that a worker needs to find the others.
-What worker 0 prints is shown; what each prints is kept in DIR/logs/worker-<number>.log. In the loop of world.steps
-workers may join and leave, and one that dies is replaced. RANK, WORLD_SIZE, MASTER_PORT and the others of torchrun are
-set, so that a script that calls torch.distributed.init_process_group() runs too; a worker that replaces another has its
-RANK.
+Run SCRIPT.py in N workers of this host. In the script, unisono.join() connects a worker to the others. The output of
+worker 0 is shown; that of each worker is written to DIR/logs/worker-<rank>.log. During the loop over world.steps,
+workers can join and leave, and a worker that fails is replaced by one with the same rank. The environment variables of
+torchrun (RANK, WORLD_SIZE, MASTER_PORT, …) are set, so torch.distributed.init_process_group() works as well.
 
-  --workers N            processes to start; 2:4 goes on with 2 at least, and others may join up to 4 [1]
+  --workers N            processes to start; 2:4: start 2, and let others join up to 4 [1]
   --run-dir DIR          the run's directory [runs/<script>-<date>]
-  --logs DIR             where the logs go [DIR/logs]
-  --no-elastic           a worker that is lost ends the run
-  --debug RANK           the worker that reads from this terminal, and whose breakpoint() has it [one that is alone]
-  --listen HOST[:PORT]   have workers of other hosts join (unisono join); this, --coordinator and what belongs to them
-                         are as in unisono train --help
+  --logs DIR             directory for the workers' logs [DIR/logs]
+  --no-elastic           end the run when a worker is lost
+  --debug RANK           the worker that reads from this terminal and may call breakpoint() [0 if it is the only worker]
+  --listen HOST[:PORT]   let workers of other hosts join (unisono join). This option, --coordinator and those that go
+                         with them are described in unisono train --help
 """
 _STOP_SECONDS = 10.0
-_VALUES = ("--workers", "--run-dir", "--logs", "--debug", *CALLING)
+_TABLE = option_table(USAGE) | {name: value for name, (value, _) in coordinator_options.OPTIONS.items()}
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What is to be run.
+class LaunchRequest:
+    """What the command was asked to run.
 
     Args:
         script: the file.
-        arguments: what follows it, handed on untouched.
-        workers: processes.
-        logs: directory for the workers' output.
-        run: directory for all else; one that the user does not name gets another name where that is taken.
-        min_workers, max_workers: workers, if some come and go; None: as many as there are processes.
-        elastic: whether they may.
-        calling: where they find their coordinator, if that is said.
-        debug: the worker that has the terminal, if that is said.
+        arguments: arguments of the script.
+        workers: number of processes.
+        logs: directory for the workers' logs.
+        run: directory of the run.
+        min_workers: the run continues as long as it has this number of workers.
+        max_workers: others may join up to this number; None: up to `workers`.
+        elastic: whether workers may join and leave.
+        coordinator: where the run's coordinator is, if options say so.
+        named: whether the user has named a directory; otherwise the name is changed if it exists.
+        debug: rank of the worker that has the terminal, if an option says so.
     """
 
     script: Path
@@ -72,108 +72,108 @@ class Launch:
     min_workers: int = 1
     max_workers: int | None = None
     elastic: bool = True
-    calling: CoordinatorOptions | None = None
+    coordinator: CoordinatorOptions | None = None
     named: bool = True
     debug: int | None = None
 
     @property
-    def largest(self) -> int:
-        """Workers that may be there at a time."""
+    def most_workers(self) -> int:
+        """The largest number of workers at a time."""
         return self.workers if self.max_workers is None else self.max_workers
 
 
 def launch(words: list[str]) -> int:
-    """Run the words after ``unisono launch``; 0 when every worker has come to its end.
+    """Run ``unisono launch`` with the arguments `words`; 0 when the script has finished in every worker.
 
     Raises:
-        UnisonoError: what was written cannot work, or a worker failed.
+        UnisonoError: the arguments cannot work, or a worker failed.
     """
     if words[:1] in (["--help"], ["-h"]):
         print(USAGE, end="")
         return 0
-    asked = read(words)
+    request = read_request(words)
 
-    began, told = time.time() - age_seconds(), Notices()
+    started_at, printer = time.time() - age_seconds(), NoticePrinter()
     with ExitStack() as stack:
         server = stack.enter_context(start_fork_server(PRELOAD))
-        asked = stack.enter_context(_locked(asked))
-        elastic = stack.enter_context(_may_come_and_go(asked, server, told.say, began))
+        request = stack.enter_context(_claim_directory(request))
+        elastic = stack.enter_context(_elastic_options(request, server, printer.show, started_at))
         launch_script(
-            asked.script,
-            asked.arguments,
+            request.script,
+            request.arguments,
             LaunchOptions(
-                asked.logs,
-                asked.workers,
-                threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
+                request.logs,
+                request.workers,
+                threads=max(1, len(os.sched_getaffinity(0)) // request.workers),
                 echo=sys.stdout.buffer,
                 stop_seconds=_STOP_SECONDS,
-                debug_rank=asked.debug,
+                debug_rank=request.debug,
             ),
             fork_server=server,
-            on_message=told,
+            on_message=printer,
             elastic=elastic,
         )
     return 0
 
 
-class Notices:
-    """What workers and launcher have to say to people, on the error stream; what all workers say, once."""
+class NoticePrinter:
+    """Prints notices of workers and launcher to standard error; a finding that all workers report, once."""
 
     def __init__(self) -> None:
-        self._found: set[str] = set()
+        self._findings: set[str] = set()
 
     def __call__(self, rank: int, message: Mapping[str, Any]) -> None:
         text = str(message.get("text", ""))
         match message.get("kind"):
             case "notice":
-                self.say(text)
-            case "finding" if text not in self._found:
-                self._found.add(text)
-                self.say(text)
+                self.show(text)
+            case "finding" if text not in self._findings:
+                self._findings.add(text)
+                self.show(text)
 
-    def say(self, text: str) -> None:
-        """Show `text`."""
+    def show(self, text: str) -> None:
+        """Print `text`."""
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _locked(asked: Launch) -> Iterator[Launch]:
-    """`asked` with the directory that it gets, which is made, and held until the context ends."""
+def _claim_directory(request: LaunchRequest) -> Iterator[LaunchRequest]:
+    """Create the run's directory and hold its lock; yields `request` with the name that it got."""
     with ExitStack() as stack:
         try:
-            if not asked.named:
-                run = make_unique_directory(asked.run, 0o700)
-                asked = replace(asked, run=run, logs=run / asked.logs.name)
-            for directory in (asked.run, asked.logs):
+            if not request.named:
+                run = make_unique_directory(request.run, 0o700)
+                request = replace(request, run=run, logs=run / request.logs.name)
+            for directory in (request.run, request.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.enter_context(hold_lock(asked.run, Holder.current()))
-            remove_contact(asked.run)
+            stack.enter_context(hold_lock(request.run, Holder.current()))
+            remove_contact(request.run)
         except OSError as error:
-            raise not_writable(asked.run, error) from None
-        yield asked
+            raise not_writable(request.run, error) from None
+        yield request
 
 
-def _may_come_and_go(
-    asked: Launch, server: ForkServer, told: Callable[[str], None], began: float
+def _elastic_options(
+    request: LaunchRequest, server: ForkServer, on_notice: Callable[[str], None], started_at: float
 ) -> AbstractContextManager[ElasticOptions | None]:
-    """What workers need to do so, if they may."""
-    if not asked.elastic or (asked.largest == 1 and asked.calling is None):
+    """A coordinator for workers that join and leave; None if none may."""
+    if not request.elastic or (request.most_workers == 1 and request.coordinator is None):
         return nullcontext()
-    first = max(asked.workers, asked.min_workers)
-    policy = Policy(min_workers=asked.min_workers, max_workers=asked.largest, expected_workers=first)
-    script = [str(asked.script.absolute()), *asked.arguments]
-    order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
-    calling = asked.calling or CoordinatorOptions()
-    return coordinator_for(policy, order, asked.run, server, told, calling, asked.logs, independent_exit=True)
+    expected = max(request.workers, request.min_workers)
+    policy = Policy(min_workers=request.min_workers, max_workers=request.most_workers, expected_workers=expected)
+    script = [str(request.script.absolute()), *request.arguments]
+    spec = {"task": "", "script": script, "run": str(request.run.absolute()), "began": started_at}
+    options = request.coordinator or CoordinatorOptions()
+    return coordinator_for(policy, spec, request.run, server, on_notice, options, request.logs, independent_exit=True)
 
 
-def read(words: list[str]) -> Launch:
-    """Our options up to the script; everything after it is the script's.
+def read_request(words: list[str]) -> LaunchRequest:
+    """Read the command's options up to the script; everything after it belongs to the script.
 
     Raises:
-        InvalidInput: an unknown option, no script, or a number of workers that is none.
+        InvalidInput: an unknown option, no script, or not a number of workers.
     """
-    options, rest = _options(words)
+    options, rest = read_options(words, _TABLE, others=Others.STOP_AT_ARGUMENT)
     if not rest:
         raise InvalidInput("script", "(nothing)", "no script is given", "write unisono launch SCRIPT.py")
     script = Path(rest[0])
@@ -183,40 +183,37 @@ def read(words: list[str]) -> Launch:
     run = Path(options.get("--run-dir") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     workers, min_workers, max_workers = _workers(options.get("--workers", "1"))
     check_worker_count(workers, "--workers")
-    elastic, where = "--no-elastic" not in options, calling({n: v for n, v in options.items() if n in CALLING})
-    if not elastic and (max_workers is not None or where is not None):
-        raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",
+    elastic = "--no-elastic" not in options
+    coordinator = coordinator_options.coordinator_options(
+        {name: value for name, value in options.items() if name in coordinator_options.OPTIONS}
+    )
+    if not elastic and (max_workers is not None or coordinator is not None):
+        raise InvalidInput("--no-elastic", "(given)", "then no worker can join or leave",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
-    found, named = Path(logs) if logs else run / "logs", bool(logs or options.get("--run-dir"))
-    debug = whole("--debug", options["--debug"], 0) if "--debug" in options else None
+    debug = whole_number("--debug", options["--debug"], 0) if "--debug" in options else None
     if debug is not None and debug >= workers:
         raise InvalidInput("--debug", debug, f"there are workers 0 to {workers - 1}", "choose one of them")
-    return Launch(script, tuple(rest[1:]), workers, found, run, min_workers, max_workers, elastic, where, named, debug)
-
-
-def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
-        if name == "--no-elastic" and not equals:
-            found[name] = ""
-            continue
-        if name not in _VALUES:
-            raise unknown(name, value, [*_VALUES, "--no-elastic"])
-        if not equals and not rest:
-            raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
-        found[name] = value if equals else rest.pop(0)
-    return found, rest
+    return LaunchRequest(
+        script,
+        tuple(rest[1:]),
+        workers,
+        Path(logs) if logs else run / "logs",
+        run,
+        min_workers,
+        max_workers,
+        elastic,
+        coordinator,
+        named=bool(logs or options.get("--run-dir")),
+        debug=debug,
+    )
 
 
 def _workers(text: str) -> tuple[int, int, int | None]:
-    """How many are started, how many there are at least, and at most."""
+    """The number of workers to start, and the least and the largest number."""
     if ":" not in text:
-        return whole("--workers", text), 1, None
-    min_workers, max_workers = (whole("--workers", part) for part in text.split(":", 1))
-    if min_workers > max_workers:
-        raise InvalidInput(
-            "--workers", text, f"there are never more than {max_workers}", "write for instance --workers 2:4"
-        )
-    return min_workers, min_workers, max_workers
+        return whole_number("--workers", text), 1, None
+    minimum, maximum = (whole_number("--workers", part) for part in text.split(":", 1))
+    if minimum > maximum:
+        cure = "write for instance --workers 2:4"
+        raise InvalidInput("--workers", text, f"the first number is larger than {maximum}", cure)
+    return minimum, minimum, maximum

@@ -1,4 +1,4 @@
-"""The command ``unisono``: find the subcommand, call it, and say in words what went wrong."""
+"""The command ``unisono``: calls the subcommand, and prints errors as sentences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from unisono.cli.argument_words import ended
-from unisono.cli.terminal import endable, ending, going_on_unread
+from unisono.cli.argument_words import error_output
+from unisono.cli.terminal import ignoring_output_errors, interrupt_output, raising_on_signals
 from unisono.errors import InvalidInput, UnisonoError, printable_lines
 from unisono.notation import nearest
 
@@ -18,27 +18,29 @@ Train one neural network on many devices as if they were one.
 
 commands:
   train TASK     train a built-in task, path/to/file.py:function or package.module:function
-  simulate TASK  forecast what training is like on other networks, with learning that is real
-  layout TASK    say what each worker would hold and send when a model lies on several
-  launch SCRIPT  run a script with its own training loop on several workers
+  launch SCRIPT  run a script with its own training loop in several workers
+  join URL       add workers of this host to a run in progress
+  status URL     show the workers of a run, the line of code where each is, and where the time goes
+  coordinator    run a coordinator apart from all workers
   tasks          list the built-in tasks and their options
-  join URL       have workers of this host take part in a run that is under way
-  status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
-  coordinator    agree on who trains, apart from all workers
-  chaos TASK     kill, freeze and cut off workers of a training, and see whether that changes anything
-  export RUN     write the trained weights of a run to a safetensors or .pt file
-  checkpoint     show and verify checkpoints, convert them to safetensors and back
+
+  layout TASK    estimate memory and communication of each worker when the model is distributed
+  simulate TASK  forecast training on other networks: real learning, simulated time
+  chaos TASK     kill, freeze and disconnect workers, and compare the result with a run without faults
+
+  export RUN     write the trained weights of a run to a .safetensors or .pt file
+  checkpoint     show, verify and convert checkpoints
 
   --version      print the version
-  --help         print this; also after a command
+  --help         print this help; after a command, that of the command
 
 exit codes:
-  0    done: of a run, all steps
-  1    a run failed; it can be resumed from its last checkpoint
-  2    what was written cannot work, or the loss is not finite
-  130  a run was asked to stop by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; it can be resumed from its last step
+  0    the command succeeded; a run has completed all steps
+  1    the run failed; it can be resumed from its last checkpoint
+  2    the arguments cannot work, or the loss is not finite
+  130  the run was stopped by Ctrl-C (143: SIGTERM, 129: SIGHUP); it can be resumed from its last step
 
-for instance:
+example:
   unisono train digits --workers 2
 """
 
@@ -46,28 +48,28 @@ for instance:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit code.
 
-    0: done. 1: a run failed. 2: what was written cannot work. 128 and a signal's number: interrupted by it.
+    0: success. 1: a run failed. 2: the arguments cannot work. 128 plus a signal's number: interrupted by it.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with going_on_unread() if given[:1] and given[0] in LONG else nullcontext():
-        return _main(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with ignoring_output_errors() if words[:1] and words[0] in LONG_RUNNING else nullcontext():
+        return _main(words)
 
 
-def _main(given: list[str]) -> int:
+def _main(words: list[str]) -> int:
     try:
-        with endable():
-            return _command(given)
+        with raising_on_signals():
+            return _command(words)
     except UnisonoError as error:
-        return _say(*ended(error))
+        return _print_error(*error_output(error))
     except KeyboardInterrupt as error:
-        return _say(*ending(error))
-    except BrokenPipeError:  # the reader of our output went away, as head does
+        return _print_error(*interrupt_output(error))
+    except BrokenPipeError:  # the reader of the output has exited, as head does
         sys.stderr.close()
         return 1
 
 
-def _command(given: list[str]) -> int:
-    name, rest = (given[0], given[1:]) if given else ("--help", [])
+def _command(words: list[str]) -> int:
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -79,70 +81,70 @@ def _command(given: list[str]) -> int:
     return COMMANDS[name](rest)
 
 
-def _train(given: list[str]) -> int:
+def _train(words: list[str]) -> int:
     from unisono.cli.train import train
 
-    return train(given)
+    return train(words)
 
 
-def _simulate(given: list[str]) -> int:
+def _simulate(words: list[str]) -> int:
     from unisono.cli.simulate import simulate
 
-    return simulate(given)
+    return simulate(words)
 
 
-def _layout(given: list[str]) -> int:
+def _layout(words: list[str]) -> int:
     from unisono.cli.layout import layout
 
-    return layout(given)
+    return layout(words)
 
 
-def _launch(given: list[str]) -> int:
+def _launch(words: list[str]) -> int:
     from unisono.cli.launch import launch
 
-    return launch(given)
+    return launch(words)
 
 
-def _tasks(given: list[str]) -> int:
+def _tasks(words: list[str]) -> int:
     from unisono.cli.tasks import tasks
 
-    return tasks(given)
+    return tasks(words)
 
 
-def _join(given: list[str]) -> int:
+def _join(words: list[str]) -> int:
     from unisono.cli.join import join
 
-    return join(given)
+    return join(words)
 
 
-def _status(given: list[str]) -> int:
+def _status(words: list[str]) -> int:
     from unisono.cli.status import status
 
-    return status(given)
+    return status(words)
 
 
-def _coordinator(given: list[str]) -> int:
+def _coordinator(words: list[str]) -> int:
     from unisono.cli.coordinator import coordinator
 
-    return coordinator(given)
+    return coordinator(words)
 
 
-def _chaos(given: list[str]) -> int:
+def _chaos(words: list[str]) -> int:
     from unisono.cli.chaos import chaos
 
-    return chaos(given)
+    return chaos(words)
 
 
-def _checkpoint(given: list[str]) -> int:
+def _checkpoint(words: list[str]) -> int:
     from unisono.cli.checkpoint import checkpoint
 
-    return checkpoint(given)
+    return checkpoint(words)
 
 
-def _export(given: list[str]) -> int:
+def _export(words: list[str]) -> int:
     from unisono.cli.export import export
 
-    return export(given)
+    return export(words)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -160,8 +162,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-LONG = ("train", "launch", "join", "coordinator", "chaos")
-"""Commands that go on when their standard output is closed: their work is worth more than what they print."""
+LONG_RUNNING = ("train", "launch", "join", "coordinator", "chaos")
+"""Commands that continue when their standard output is closed."""
 
 
 def _version() -> str:
@@ -170,6 +172,6 @@ def _version() -> str:
     return version("unisono")
 
 
-def _say(sentence: str, code: int) -> int:
-    print(printable_lines(sentence), file=sys.stderr)
+def _print_error(message: str, code: int) -> int:
+    print(printable_lines(message), file=sys.stderr)
     return code

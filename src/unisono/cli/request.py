@@ -1,4 +1,4 @@
-"""From words and a TOML file to a `NamedTask` and settings: the file first, then options, then ``--set``."""
+"""Merges a TOML file, options and ``--set`` into a task and its settings; the later ones win."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.argument_words import whole
+from unisono.cli.argument_words import whole_number
 from unisono.cli.config_fields import Field, fields
-from unisono.cli.coordinator_options import calling
-from unisono.cli.train_options import Given
+from unisono.cli.coordinator_options import coordinator_options
+from unisono.cli.train_options import TrainArguments
 from unisono.errors import InvalidInput
 from unisono.membership.endpoint import CoordinatorOptions
 from unisono.notation import RENAMED_SETTINGS, current_names, nearest
@@ -22,64 +22,64 @@ from unisono.tasks.source import NamedTask
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be trained and how, as the user wrote it.
+class TrainRequest:
+    """What the command was asked to train.
 
     Args:
         source: the task.
-        settings: the Config fields that were given.
-        json: where the result is written.
-        calling: where the coordinator is, if that is said.
-        debug: the worker that has the terminal for ``breakpoint()``, if that is said.
+        settings: the fields of `Config` that were given.
+        json: path for the result.
+        coordinator: where the run's coordinator is, if options say so.
+        debug: rank of the worker that has the terminal, if an option says so.
     """
 
     source: NamedTask
     settings: Mapping[str, Any]
     json: Path | None
-    calling: CoordinatorOptions | None = None
+    coordinator: CoordinatorOptions | None = None
     debug: int | None = None
 
 
-def request(given: Given) -> Request:
-    """Merge the file, the options and every ``--set``.
+def build_request(arguments: TrainArguments) -> TrainRequest:
+    """Merge the file, the options and every ``--set`` of `arguments`.
 
     Raises:
         InvalidInput: no task or an unknown one, an unusable file, or a ``--set`` that is not KEY=VALUE.
     """
     known = fields()
-    set_settings, set_arguments = read_sets(given.sets, known)
-    file = given.config or _earlier(given, {**given.settings, **set_settings})
-    name, settings, arguments = read_file(file, known) if file else (None, {}, {})
-    task = given.task or name
+    set_settings, set_arguments = read_sets(arguments.sets, known)
+    file = arguments.config or _resumed_config(arguments, {**arguments.settings, **set_settings})
+    name, settings, file_arguments = read_file(file, known) if file else (None, {}, {})
+    task = arguments.task or name
     if task is None:
         raise InvalidInput(
             "task", "(nothing)", "no task is given", f"begin with one: {', '.join(TASKS)} or file.py:function"
         )
-    chosen = {**settings, **given.settings, **set_settings}
-    theirs = merged(merged(nested(arguments), nested(given.arguments)), nested(set_arguments))
-    source = NamedTask(task, theirs, os.getcwd())
+    chosen = {**settings, **arguments.settings, **set_settings}
+    task_arguments = merged(merged(nested(file_arguments), nested(arguments.arguments)), nested(set_arguments))
+    source = NamedTask(task, task_arguments, os.getcwd())
     source.place()
-    return Request(
+    return TrainRequest(
         source,
         {key: _plain(known[key], value) for key, value in chosen.items()},
-        _json(given.json),
-        calling(given.calling),
-        whole("--debug", given.debug, 0) if given.debug is not None else None,
+        _json(arguments.json),
+        coordinator_options(arguments.coordinator),
+        whole_number("--debug", arguments.debug, 0) if arguments.debug is not None else None,
     )
 
 
-def _earlier(given: Given, settings: Mapping[str, Any]) -> str | None:
-    """The file of the run that is resumed, where no task is named: it knows what was trained."""
-    if given.task or not settings.get("resume") or not settings.get("run_dir"):
+def _resumed_config(arguments: TrainArguments, settings: Mapping[str, Any]) -> str | None:
+    """The configuration file of the run to resume, if no task is named."""
+    if arguments.task or not settings.get("resume") or not settings.get("run_dir"):
         return None
     file = Path(settings["run_dir"], "config.toml")
     return str(file) if file.is_file() else None
 
 
 def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
-    """The task's name, Config fields and the task's arguments in a TOML file.
+    """The task's name, fields of `Config`, and the task's arguments in a TOML file.
 
-    Top-level keys are Config fields; the table ``task`` holds the task's arguments and its name, ``name``.
+    Top-level keys are fields of `Config`; the table ``task`` has the task's ``name`` and its arguments.
 
     Raises:
         InvalidInput: the file cannot be read, is not TOML, or has an unknown key.
@@ -89,23 +89,23 @@ def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[s
     except OSError as error:
         raise InvalidInput("--config", path, f"cannot be read ({error.strerror})", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput("--config", path, f"not TOML ({error})", "correct it there") from None
+        raise InvalidInput("--config", path, f"not TOML ({error})", "correct the file") from None
     arguments = content.pop("task", {})
     if not isinstance(arguments, dict):
-        raise InvalidInput("task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it')
+        raise InvalidInput("task", arguments, f"in {path} it is not a table", 'write [task], and name = "…" below it')
     name = arguments.pop("name", None)
     settings = current_names({key.replace("-", "_"): value for key, value in content.items()})
     for key, value in settings.items():
         if key not in known:
-            raise InvalidInput(key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"]))
+            raise InvalidInput(key, value, f"there is no such setting (in {path})", nearest(key, [*known, "task"]))
     return name, settings, arguments
 
 
 def read_sets(sets: Sequence[str], known: Mapping[str, Field]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config fields and task arguments of every ``KEY=VALUE``; a value in brackets is a TOML list.
+    """Fields of `Config` and task arguments of every ``KEY=VALUE``; a value in brackets is a TOML list.
 
     Raises:
-        InvalidInput: one has no equals sign.
+        InvalidInput: a word is not ``KEY=VALUE``, or a list is not TOML.
     """
     settings: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def _listed(word: str, value: str) -> Any:
 
 
 def _plain(field: Field, value: Any) -> Any:
-    """``none`` is how a field that may be None is written in text."""
+    """None for the text ``none``, if the field may be None."""
     return None if field.optional and isinstance(value, str) and value.lower() == "none" else value
 
 

@@ -1,4 +1,4 @@
-"""``unisono tasks``: the built-in tasks and their options."""
+"""``unisono tasks``: lists the built-in tasks and their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def tasks(words: list[str]) -> int:
     """Print every built-in task.
 
     Raises:
-        InvalidInput: words follow.
+        InvalidInput: there are arguments.
     """
     if words in (["--help"], ["-h"]):
         print("usage: unisono tasks\n\nList the built-in tasks and their options.")

@@ -1,4 +1,4 @@
-"""A command and its terminal: signals before the workers have started, and standard output that is closed."""
+"""Signals and closed output streams of a command, outside the launcher's event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.system.output_streams import unfailing
 
 
 class SignalReceived(KeyboardInterrupt):
-    """This process was asked to end by a signal.
+    """A signal has asked this process to end.
 
     Args:
         number: of the signal.
@@ -26,66 +26,65 @@ class SignalReceived(KeyboardInterrupt):
         super().__init__(number)
 
 
-def ending(error: KeyboardInterrupt) -> tuple[str, int]:
-    """What a command says, and its exit code, where `error` ends it: 130 after SIGINT, 143 after SIGTERM."""
+def interrupt_output(error: KeyboardInterrupt) -> tuple[str, int]:
+    """Output and exit code of a command that `error` ends: 130 after SIGINT, 143 after SIGTERM."""
     number = error.number if isinstance(error, SignalReceived) else signal.SIGINT
     return f"interrupted by {signal.Signals(number).name}", 128 + number
 
 
 @contextmanager
-def endable() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise `SignalReceived`, as Ctrl-C raises KeyboardInterrupt, unless they are ignored
-    (``nohup``).
+def raising_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `SignalReceived`, unless they are ignored (``nohup``).
 
-    Each is raised once: a terminal that closes sends SIGHUP several times, ``timeout`` sends SIGTERM twice.
+    Each is raised once: a terminal that is closed sends SIGHUP several times, ``timeout`` sends SIGTERM twice.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         signal.signal(number, lambda *_: None)
         raise SignalReceived(number)
 
-    former = {
-        n: signal.signal(n, ask)
+    previous = {
+        n: signal.signal(n, handle)
         for n in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(n) in (signal.SIG_DFL, early_exit.exit_now)
     }
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def going_on_unread() -> Iterator[None]:
-    """Have output that cannot be written be lost, in place of ending the command.
+def ignoring_output_errors() -> Iterator[None]:
+    """Discard output that cannot be written, instead of ending the command.
 
-    A standard stream that was closed at the start leads to nowhere: else a file that is opened later would get its
-    number, and the output.
+    A standard stream that is closed is opened as the null device. Otherwise a file that is opened later would get its
+    descriptor, and the output.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-    former = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_kept(stream, own, number) for stream, own, number in
+    previous = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_unfailing(stream, original, number) for stream, original, number in
                               ((sys.stdout, sys.__stdout__, 1), (sys.stderr, sys.__stderr__, 2)))  # fmt: skip
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        sys.stdout, sys.stderr = former
+        sys.stdout, sys.stderr = previous
 
 
-def _kept(stream: Any, own: Any, descriptor: int) -> Any:
-    """`stream`, or an unfailing one in its place if it is the interpreter's `own`; that is None if it was closed."""
-    if stream is not own:
+def _unfailing(stream: Any, original: Any, descriptor: int) -> Any:
+    """`stream`, replaced by an unfailing one if it is the interpreter's `original`, None if that was closed."""
+    if stream is not original:
         return stream
-    if own is None:
+    if original is None:
         return unfailing(descriptor)
-    return unfailing(descriptor, own.encoding, line_buffering=own.line_buffering)
+    return unfailing(descriptor, original.encoding, line_buffering=original.line_buffering)

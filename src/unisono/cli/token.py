@@ -1,4 +1,4 @@
-"""The token that all who take part in a run have in common: in the environment or a file, where ``ps`` shows none."""
+"""Reads a run's token from the environment or a file; options are visible in ``ps``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from pathlib import Path
 from unisono.errors import InvalidInput
 
 VARIABLE = "UNISONO_TOKEN"
-_SHORTEST = 16
+_MIN_LENGTH = 16
 
 
-def token(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> str:
-    """What the file of ``--token-file`` or the environment holds; empty where there is neither.
+def read_token(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> str:
+    """The token in the file of ``--token-file``, or in the environment; empty if neither is given.
 
     Raises:
-        InvalidInput: the file cannot be read, or what is there is too short or cannot be said.
+        InvalidInput: the file cannot be read, or the token is too short or has unprintable characters.
     """
-    name, found = VARIABLE, environ.get(VARIABLE, "").strip()
+    name, token = VARIABLE, environ.get(VARIABLE, "").strip()
     if path := options.get("--token-file"):
         try:
-            name, found = "--token-file", Path(path).read_text(encoding="ascii").strip()
+            name, token = "--token-file", Path(path).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput("--token-file", path, f"cannot be read ({error})", "check the file") from None
-        if not found:
-            raise InvalidInput("--token-file", path, "nothing is in it", "put the run's token there")
-    if found and (len(found) < _SHORTEST or not (found.isascii() and found.isprintable())):
-        raise InvalidInput(
-            name,
-            "(not shown)",
-            f"a token has {_SHORTEST} printable characters or more",
-            "take one that is harder to guess",
-        )
-    return found
+        if not token:
+            raise InvalidInput("--token-file", path, "the file is empty", "write the run's token to it")
+    if token and (len(token) < _MIN_LENGTH or not (token.isascii() and token.isprintable())):
+        problem = f"a token has at least {_MIN_LENGTH} printable ASCII characters"
+        raise InvalidInput(name, "(not shown)", problem, "choose one that is harder to guess")
+    return token

@@ -1,4 +1,4 @@
-"""``unisono train TASK``: parse, start the run, show how it goes and what came of it."""
+"""``unisono train TASK``: starts a run, shows its progress and its result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.cli.argument_words import ended
-from unisono.cli.request import Request, request
+from unisono.cli.argument_words import error_output
+from unisono.cli.request import TrainRequest, build_request
 from unisono.cli.task_help import task_options
-from unisono.cli.train_options import given, parser
+from unisono.cli.train_options import build_parser, parse_arguments
 from unisono.errors import Diverged, InvalidInput, UnisonoError
 from unisono.launch import current_identity
 from unisono.launch.stop_request import Interrupted
@@ -19,52 +19,61 @@ from unisono.observe.formatting import resume_command
 
 
 def train(words: list[str]) -> int:
-    """Run the words after ``unisono train``; 0 when all steps are done, 128 and the signal's number when the run was
-    asked to stop before.
+    """Run ``unisono train`` with the arguments `words`.
+
+    Returns 0 when all steps are done, or 128 plus the number of the signal that has interrupted the run before.
 
     Raises:
-        UnisonoError: what was written cannot work, or the run failed.
+        UnisonoError: the arguments cannot work, or the run failed.
     """
     if "--help" in words or "-h" in words:
         return _help(words)
-    asked = request(given(words))
-    if current_identity().rank > 0:  # under another launcher, where worker 0 speaks for all
+    request = build_request(parse_arguments(words))
+    if current_identity().rank > 0:  # under another launcher, where worker 0 prints for all
         try:
-            run_of(asked, _quiet)
-        except Interrupted as stopped:
-            return stopped.exit_code
+            start_run(request, _quiet)
+        except Interrupted as interrupted:
+            return interrupted.exit_code
         return 0
-    with Display(asked.source.name, sys.stderr) as display:
+    with Display(request.source.name, sys.stderr) as display:
         try:
-            result = run_of(asked, display.handle)
-        except Interrupted as stopped:
-            return _stopped(stopped, display)
+            result = start_run(request, display.handle)
+        except Interrupted as interrupted:
+            return _stopped(interrupted, display)
         except (InvalidInput, Diverged):
             raise
         except UnisonoError as error:
             return _stopped(error, display)
     if result is not None:
-        summary(asked.source.name, result, sys.stdout)
+        summary(request.source.name, result, sys.stdout)
     return 0
 
 
-def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
-    """Start what was asked for: the fields of its `Result`, or None for a worker of another launcher."""
+def start_run(request: TrainRequest, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
+    """Run the request, and return the fields of its `Result`.
+
+    Returns None in a worker other than 0 of another launcher, and if all workers of this host have left the run.
+    """
     from unisono.run import start as run
 
     result = run.start(
-        asked.source, asked.settings, json=asked.json, on_message=on_message, calling=asked.calling, debug=asked.debug
+        request.source,
+        request.settings,
+        json=request.json,
+        on_message=on_message,
+        calling=request.coordinator,
+        debug=request.debug,
     )
     return None if result is None else dataclasses.asdict(result)
 
 
 def _stopped(error: UnisonoError, display: Display) -> int:
-    """Say why the run ended before its end, and how to go on with it."""
+    """Print why the run has stopped, and how to resume it."""
     display.close()
-    words, code = ended(error)
-    print(words, file=sys.stderr)
+    message, code = error_output(error)
+    print(message, file=sys.stderr)
     if display.run is not None:
-        print(f"the run lies in {display.run}; go on with  {resume_command(display.run)}", file=sys.stderr)
+        print(f"the run directory is {display.run}; resume with  {resume_command(display.run)}", file=sys.stderr)
     return code
 
 
@@ -73,6 +82,6 @@ def _quiet(rank: int, message: Mapping[str, Any]) -> None:
 
 
 def _help(words: list[str]) -> int:
-    asked = given([word for word in words if word not in ("--help", "-h")])
-    print(parser(task_options(asked.task) if asked.task else "").format_help(), end="")
+    arguments = parse_arguments([word for word in words if word not in ("--help", "-h")])
+    print(build_parser(task_options(arguments.task) if arguments.task else "").format_help(), end="")
     return 0

@@ -1,4 +1,4 @@
-"""The options of ``unisono train``: Config's fields, the command's own, and whatever the task may take."""
+"""Options of ``unisono train``: the fields of `Config`, the command's own options, and those of the task."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from unisono.cli.argument_words import RENAMED, unknown
+from unisono.cli.argument_words import RENAMED, unknown_option
 from unisono.cli.config_fields import Field, fields
-from unisono.cli.coordinator_options import OPTIONS as CALLING
+from unisono.cli.coordinator_options import OPTIONS as COORDINATOR_OPTIONS
 from unisono.errors import InvalidInput
 
 _DESCRIPTION = """\
 Train TASK: a built-in one (see unisono tasks), path/to/file.py:function or package.module:function.
-Values are written as in Python: --compress 'Exact()'."""
-_OWN = ("--config", "--set", "--json", "--debug", "--help", *CALLING)
+Values are Python expressions: --compress 'Exact()'."""
+_OWN = ("--config", "--set", "--json", "--debug", "--help", *COORDINATOR_OPTIONS)
 
 
 @dataclass(frozen=True)
-class Given:
-    """What was written on the command line, still as text.
+class TrainArguments:
+    """Arguments of ``unisono train``, as text.
 
     Args:
-        task: the task's name, if it was given.
-        settings: Config fields.
-        arguments: the task's options: text, a list of texts, or True where nothing follows the option.
-        sets: the ``KEY=VALUE`` of every ``--set``.
-        config: the TOML file.
-        json: where the result is written.
-        calling: options that say where the coordinator is, see `unisono.cli.coordinator_options`.
-        debug: the worker that has the terminal.
+        task: name of the task, if it was given.
+        settings: fields of `Config`.
+        arguments: options of the task: a text, a list of texts, or True for an option without value.
+        sets: ``KEY=VALUE`` of every ``--set``.
+        config: path of a TOML file.
+        json: path for the result.
+        coordinator: options of `unisono.cli.coordinator_options`.
+        debug: rank of the worker that has the terminal.
     """
 
     task: str | None
@@ -39,28 +39,29 @@ class Given:
     sets: Sequence[str]
     config: str | None
     json: str | None
-    calling: Mapping[str, str]
+    coordinator: Mapping[str, str]
     debug: str | None = None
 
 
-def given(words: Sequence[str]) -> Given:
-    """Read the words after ``unisono train``.
+def parse_arguments(words: Sequence[str]) -> TrainArguments:
+    """Parse the arguments of ``unisono train``.
 
     Raises:
         InvalidInput: a known option without its value, or more than one task.
     """
-    tasks, ours, theirs = split(words, flags(fields()))
+    tasks, own, task_arguments = split_words(words, option_arity(fields()))
     if len(tasks) > 1:
         cure = "give one, and options as --name value"
         raise InvalidInput("task", " ".join(tasks), "more than one task is given", cure)
-    read = vars(parser().parse_args(ours))
-    config, json, sets, debug = (read.pop(name) for name in ("config_file", "json_file", "sets", "debug_rank"))
-    calling = {name: read.pop(name) for name in CALLING if name in read}
-    return Given(tasks[0] if tasks else None, read, theirs, sets, config, json, calling, debug)
+    parsed = vars(build_parser().parse_args(own))
+    config, json, sets, debug = (parsed.pop(name) for name in ("config_file", "json_file", "sets", "debug_rank"))
+    coordinator = {name: parsed.pop(name) for name in COORDINATOR_OPTIONS if name in parsed}
+    task = tasks[0] if tasks else None
+    return TrainArguments(task, parsed, task_arguments, sets, config, json, coordinator, debug)
 
 
-def flags(known: Mapping[str, Field]) -> dict[str, int]:
-    """Every option of our own, with the number of words that follow it."""
+def option_arity(known: Mapping[str, Field]) -> dict[str, int]:
+    """The command's own options, with the number of words that follow each."""
     own: dict[str, int] = dict.fromkeys(_OWN, 1) | {"--help": 0, "-h": 0}
     for field in known.values():
         own[field.option] = 0 if field.kind == "bool" else 1
@@ -69,38 +70,38 @@ def flags(known: Mapping[str, Field]) -> dict[str, int]:
     return own
 
 
-def split(words: Sequence[str], known: Mapping[str, int]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Words that are no option, our own options with their values, and options that only the task knows.
+def split_words(words: Sequence[str], known: Mapping[str, int]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Split into arguments, the command's own options with their values, and options of the task.
 
-    Such an option takes all words up to the next option: none (True), one (text) or several (a list).
+    An option of the task takes all words up to the next option: none (True), one (a text) or several (a list).
     """
-    alone: list[str] = []
-    ours: list[str] = []
-    theirs: dict[str, Any] = {}
+    arguments: list[str] = []
+    own: list[str] = []
+    task_arguments: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
-            alone.append(word)
+            arguments.append(word)
             continue
         if name in RENAMED:
-            raise unknown(name, value, list(known))
+            raise unknown_option(name, value, list(known))
         if not word.startswith("--") or name in known:
-            after = 0 if equals else known.get(name, 0)
-            ours += [word, *rest[:after]]
-            del rest[:after]
+            arity = 0 if equals else known.get(name, 0)
+            own += [word, *rest[:arity]]
+            del rest[:arity]
             continue
         values = [value] if equals else []
         while not equals and rest and not rest[0].startswith("--") and rest[0] != "-h":
             values.append(rest.pop(0))
-        theirs[name.removeprefix("--")] = True if not values else values[0] if len(values) == 1 else values
-    return alone, ours, theirs
+        task_arguments[name.removeprefix("--")] = True if not values else values[0] if len(values) == 1 else values
+    return arguments, own, task_arguments
 
 
-def parser(task_options: str = "") -> argparse.ArgumentParser:
-    """The parser of our own words; its help ends with `task_options`."""
-    made = _Parser(
+def build_parser(task_options: str = "") -> argparse.ArgumentParser:
+    """The parser of the command's own options; its help ends with `task_options`."""
+    parser = _Parser(
         prog="unisono train",
         usage="unisono train TASK [options]",
         description=_DESCRIPTION,
@@ -110,12 +111,12 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=_Help,
     )
-    training = made.add_argument_group("training")
+    training = parser.add_argument_group("training")
     for field in fields().values():
         _add(training, field)
-    command = made.add_argument_group("command")
+    command = parser.add_argument_group("command")
     command.add_argument(
-        "--config", dest="config_file", metavar="FILE.toml", default=None, help="settings to begin with"
+        "--config", dest="config_file", metavar="FILE.toml", default=None, help="read settings from this file"
     )
     command.add_argument(
         "--set",
@@ -123,21 +124,23 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any setting or task option; repeatable",
+        help="any setting or option of the task; repeatable",
     )
-    command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result there")
+    command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result to this file")
     command.add_argument(
         "--debug",
         dest="debug_rank",
         metavar="RANK",
         default=None,
-        help="the worker whose breakpoint() has this terminal [a worker that is alone]",
+        help="the worker that reads from this terminal and may call breakpoint() [0 if it is the only worker]",
     )
-    others = made.add_argument_group("workers of other hosts")
-    for name, (metavar, meaning) in CALLING.items():
-        others.add_argument(name, dest=name, metavar=metavar, help=meaning)
-    command.add_argument("-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this")
-    return made
+    others = parser.add_argument_group("workers of other hosts")
+    for name, (metavar, text) in COORDINATOR_OPTIONS.items():
+        others.add_argument(name, dest=name, metavar=metavar, help=text)
+    command.add_argument(
+        "-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this help"
+    )
+    return parser
 
 
 def _add(group: argparse._ArgumentGroup, field: Field) -> None:

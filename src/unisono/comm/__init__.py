@@ -18,6 +18,7 @@ from unisono.comm.link_model import Link as Link
 from unisono.comm.rendezvous.address import for_attempt as for_attempt
 from unisono.comm.rendezvous.store_server import RendezvousStore as RendezvousStore
 from unisono.comm.rendezvous.store_server import open_store as open_store
+from unisono.comm.security import Security as Security
 from unisono.comm.shared_memory.communicator import SharedMemory as SharedMemory
 from unisono.comm.simulated.communicator import Lost as Lost
 from unisono.comm.simulated.communicator import Simulated as Simulated

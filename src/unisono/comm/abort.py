@@ -1,4 +1,4 @@
-"""Breaking off what waits for peers, from another thread than the one that waits."""
+"""Ends operations that wait for peers, from another thread than the waiting one."""
 
 from __future__ import annotations
 
@@ -13,87 +13,88 @@ T = TypeVar("T")
 
 
 class Abort:
-    """Made before a communicator and handed to it; once set, all that waits there fails with `PeerLost`.
+    """A flag that is passed to a communicator: once set, all waiting in it fails with `PeerLost`.
 
-    Whoever waits in slices looks at `reason`; who sleeps in the kernel is woken by what `add_callback` was given.
+    Code that polls checks `reason`; code that sleeps in the kernel is woken by a callback.
     """
 
     def __init__(self) -> None:
-        self._why = ""
+        self._reason = ""
         self._lock = threading.Lock()
-        self._then: dict[object, Callable[[], None]] = {}
+        self._callbacks: dict[object, Callable[[], None]] = {}
 
     @property
     def reason(self) -> str:
-        """What `set` was given first; empty until then."""
-        return self._why
+        """The argument of the first `set`; empty until then."""
+        return self._reason
 
     def set(self, reason: str) -> None:
-        """Break off, for the reason `reason`; from any thread. Only the first call does anything."""
+        """End all waiting, for `reason`; from any thread. Later calls have no effect."""
         if not reason:
-            raise ValueError("why='': say why")
+            raise ValueError("reason='': is empty; give the reason")
         with self._lock:
-            if self._why:
+            if self._reason:
                 return
-            self._why, waiting, self._then = reason, list(self._then.values()), {}
-        for wake in waiting:
+            self._reason, callbacks, self._callbacks = reason, list(self._callbacks.values()), {}
+        for wake in callbacks:
             wake()
 
     def check(self, during: str) -> None:
         """Raises `PeerLost` once it is set."""
-        if self._why:
+        if self._reason:
             raise self.lost(during)
 
     def lost(self, during: str) -> PeerLost:
-        """The error of what was broken off in `during`: it says nothing about who is missing."""
-        return PeerLost([], during, self._why)
+        """The error of an operation that was aborted in `during`; it names no ranks."""
+        return PeerLost([], during, self._reason)
 
     def add_callback(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Have ``wake()`` called when it is set, in the thread that sets it (now, where that has happened); returns
-        what takes this back. `wake` must not wait for anything."""
+        """Have ``wake()`` called when this is set, in the thread that sets it; at once if it is set already.
+
+        `wake` must not block. Returns a function that removes the callback.
+        """
         key = object()
         with self._lock:
-            if not self._why:
-                self._then[key] = wake
-                return lambda: self._forget(key)
+            if not self._reason:
+                self._callbacks[key] = wake
+                return lambda: self._remove(key)
         wake()
         return lambda: None
 
     def run(self, during: str, call: Callable[[], T], timeout_seconds: float | None = None) -> T:
-        """The result or the error of ``call()``, which listens to nobody, and so has a thread of its own.
+        """The result or the error of ``call()``, which cannot be aborted and so runs in a thread of its own.
 
-        Once this is set, or the deadline has passed, it is left alone, and what it makes later is dropped.
+        Once this is set, or the deadline has passed, the thread is abandoned and its later result is dropped.
 
         Raises:
             PeerLost: this was set first, or the deadline has passed.
         """
         self.check(during)
-        answers: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+        results: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+        abandoned = False
 
-        over = False
-
-        def answer() -> None:
+        def run_call() -> None:
             try:
-                answers.put((call(),))
-            except BaseException as error:  # it is raised where the result is waited for
-                if not over:  # else the error would keep its frames, they the answers, and they the error
-                    answers.put(error)
+                results.put((call(),))
+            except BaseException as error:  # raised in the thread that waits for the result
+                if not abandoned:  # else error, frames and queue would refer to each other in a cycle
+                    results.put(error)
 
-        forget = self.add_callback(lambda: answers.put(None))
+        remove = self.add_callback(lambda: results.put(None))
         try:
-            threading.Thread(target=answer, name=f"{during}, may be left alone", daemon=True).start()
-            answered = answers.get(timeout=timeout_seconds)
+            threading.Thread(target=run_call, name=f"{during}, may be abandoned", daemon=True).start()
+            result = results.get(timeout=timeout_seconds)
         except Empty:
             raise PeerLost([], during, f"no answer within the deadline of {timeout_seconds:g} s") from None
         finally:
-            over = True
-            forget()
-        if answered is None:
+            abandoned = True
+            remove()
+        if result is None:
             raise self.lost(during)
-        if isinstance(answered, BaseException):
-            raise answered
-        return answered[0]
+        if isinstance(result, BaseException):
+            raise result
+        return result[0]
 
-    def _forget(self, key: object) -> None:
+    def _remove(self, key: object) -> None:
         with self._lock:
-            self._then.pop(key, None)
+            self._callbacks.pop(key, None)

@@ -1,9 +1,9 @@
-"""The contract of actors: services that answer messages, where an operation is not collective.
+"""The contract of actors: services that answer messages, for communication that is not collective.
 
 A collective operation needs all ranks at once. A parameter server, a lease server or a partner of asynchronous gossip
 is instead an *actor*. It receives one message at a time and answers, at once or after another event. The same actor
-runs in a process of its own behind a socket, in a worker beside its training thread, and on the virtual clock of the
-simulator.
+can run in a process of its own behind a socket, in a worker next to its training thread, and on the virtual clock of
+the simulator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Actor(Protocol):
     def lost(self, sender: int) -> None:
         """`sender` is lost. Its requests need not be answered."""
 
-    def connected(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, peers: Sequence[ActorConnection]) -> None:
         """Called once, before the first message, with connections to all actors of the same `serve`, by number."""
 
 
@@ -69,8 +69,10 @@ class ActorConnection(Protocol):
         """
 
     def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
-        """For actors: send `message`, and call ``then(answer)`` as if the answer were received; None: the other actor
-        is lost. The tensors are copied."""
+        """For actors: send `message`, and call ``then(answer)`` when the answer arrives; None: the other actor is lost.
+
+        The tensors are copied. `then` is called like `receive`: never during another call of the actor.
+        """
 
     def close(self) -> None:
         """Close the connection."""
@@ -85,7 +87,7 @@ class Services(Protocol):
     """
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """Run this worker's `actor` beside its training thread; returns connections to all workers' actors, by rank."""
+        """Run `actor` next to this worker's training thread; returns connections to all workers' actors, by rank."""
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         """Start `count` actors in processes of their own, number *i* by worker ``i % size``; returns connections.

@@ -1,13 +1,12 @@
-"""Headers as whole numbers, and what it means that peers agree.
+"""Headers as integers, and the check that they agree on all workers.
 
-A record is what travels ahead of each payload::
+A record is sent ahead of each payload::
 
-    verb, sequence, numel, dtype, root, place, to | what I send to each rank | what I expect from each rank
+    verb, sequence, numel, dtype, root, offset, to | messages to each rank | messages expected from each rank
 
-The first part must be equal on all workers. The two others are filled by `exchange` and `swap` only: what one
-worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype +
-1``,
-and 0 is no message. Every worker sees every record, so all workers find the same disagreement.
+The first part must be equal on all workers. `exchange` and `swap` fill the other two: a message that one worker sends
+to another must be the one that the other expects. It is one number, ``numel * 256 + dtype + 1``, and 0 stands for no
+message. Every worker receives every record, so all workers find the same mismatch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 from unisono.comm.communicator import Header
 from unisono.errors import MessageMismatch
 
-VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "allocate", "lane", "map")
-# The position in this table is the number on the wire.
+VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "allocate", "channel", "map")
+# The index in this table is the number on the wire: append new dtypes at its end.
 DTYPES = tuple(
     getattr(torch, name)
     for name in [
@@ -49,11 +48,11 @@ DTYPES = tuple(
 _VERB_CODES = {verb: code for code, verb in enumerate(VERBS)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 AGREED = 7
-"""How many numbers of a record must be equal on all workers."""
+"""The number of leading integers of a record that must be equal on all workers."""
 
 
 def length(size: int) -> int:
-    """How many numbers a record has among `size` workers."""
+    """The number of integers in a record of a group of `size`."""
     return AGREED + 2 * size
 
 
@@ -63,16 +62,20 @@ def agreed_part(
     numel: int = -1,
     dtype: torch.dtype | None = None,
     root: int = -1,
-    place: int = -1,
+    offset: int = -1,
     to: torch.dtype | None = None,
 ) -> tuple[int, ...]:
-    """What all workers must say alike. `place` is where in the memory that peers share the payload lies,
-    or -1; `to` is the dtype of a sum's result."""
-    return _VERB_CODES[verb], sequence, numel, _code(dtype), root, place, _code(None if to == dtype else to)
+    """The part of a record that must be equal on all workers.
+
+    Args:
+        offset: of the payload within the memory that peers share; -1 elsewhere.
+        to: the dtype of a sum's result.
+    """
+    return _VERB_CODES[verb], sequence, numel, _code(dtype), root, offset, _code(None if to == dtype else to)
 
 
 def pairs(size: int, messages: Mapping[int, Tensor]) -> list[int]:
-    """One number for each rank: the message that goes to it or comes from it."""
+    """One number for each rank: its message of `messages`, or 0."""
     return [pair(messages[rank]) if rank in messages else 0 for rank in range(size)]
 
 
@@ -87,21 +90,21 @@ def pair_bytes(number: int) -> int:
 
 
 def check_agreed(parts: Sequence[Sequence[int]]) -> None:
-    """Raises `MessageMismatch`, naming both sides, unless all workers' agreed parts are the same."""
-    mine = tuple(parts[0])
+    """Raises `MessageMismatch`, naming both sides, unless the first parts of all workers are equal."""
+    first = tuple(parts[0])
     for rank, part in enumerate(parts):
-        if tuple(part) != mine:
-            raise MessageMismatch(f"worker 0: {_words(mine)}; worker {rank}: {_words(part)}")
+        if tuple(part) != first:
+            raise MessageMismatch(f"worker 0: {_describe(first)}; worker {rank}: {_describe(part)}")
 
 
 def check_pairs(sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]) -> None:
-    """Raises `MessageMismatch` unless what each worker sends is what the other expects, for every pair."""
+    """Raises `MessageMismatch` unless, for every pair, one worker sends what the other expects."""
     for one in range(len(sends)):
         for other in range(len(sends)):
             if sends[one][other] != expects[other][one]:
-                said, wanted = _message(sends[one][other]), _message(expects[other][one])
+                sent, wanted = _message(sends[one][other]), _message(expects[other][one])
                 raise MessageMismatch(
-                    f"worker {one}: message {sequence}: {verb} of {said} to worker {other}; "
+                    f"worker {one}: message {sequence}: {verb} of {sent} to worker {other}; "
                     f"worker {other}: message {sequence}: {verb} of {wanted} from worker {one}"
                 )
 
@@ -112,22 +115,22 @@ def check_root(root: int, size: int) -> None:
         raise ValueError(f"root={root}: ranks are 0 to {size - 1}")
 
 
-def check_everybody(xs: Sequence[Tensor], like: Sequence[Tensor], size: int) -> None:
-    """Raises `ValueError` unless there is one tensor for each rank, and one from each."""
+def check_all_ranks(xs: Sequence[Tensor], like: Sequence[Tensor], size: int) -> None:
+    """Raises `ValueError` unless there is one tensor to each rank, and one from each."""
     if len(xs) != size or len(like) != size:
         raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {size} workers")
 
 
 def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank: int, size: int) -> None:
-    """Raises `ValueError` unless the same other ranks are sent to and received from."""
-    strangers = [other for other in xs if other == rank or not 0 <= other < size]
-    if strangers or set(xs) != set(like):
-        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
+    """Raises `ValueError` unless `xs` and `like` have the same ranks, all of them other workers."""
+    invalid = [other for other in xs if other == rank or not 0 <= other < size]
+    if invalid or set(xs) != set(like):
+        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: give the same ranks twice, all of other workers")
 
 
-def _words(part: Sequence[int]) -> str:
-    verb, sequence, numel, dtype, root, place, to = part
-    shared = f" in shared memory at {place}" if place >= 0 else ""
+def _describe(part: Sequence[int]) -> str:
+    verb, sequence, numel, dtype, root, offset, to = part
+    shared = f" in shared memory at {offset}" if offset >= 0 else ""
     return f"{Header(VERBS[verb], sequence, numel, _name(dtype) or '?', root, _name(to))}{shared}"
 
 

@@ -1,7 +1,7 @@
-"""Two levels of one conversation: among the workers of a host, and among one worker of each host.
+"""A process group on two levels: the workers of each host, and one worker of each host.
 
-What every worker has is first brought together inside each host, where memory is shared; then it crosses the network
-once per host, and not once per worker.
+Inputs are first combined within each host, through shared memory. The result then crosses the network once per host,
+and not once per worker.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Hierarchy:
     inter_node: SubCommunicator | None
 
     def channel(self, name: str) -> Hierarchy:
-        """A second pair of conversations; all workers open the same ones in the same order."""
+        """Collective: a duplicate of both levels."""
         return Hierarchy(self.intra_node.channel(name), self.inter_node.channel(name) if self.inter_node else None)
 
     @property
     def bytes_sent(self) -> int:
-        """On both levels."""
+        """Payload bytes sent by this worker on both levels."""
         return self.intra_node.bytes_sent + (self.inter_node.bytes_sent if self.inter_node else 0)
 
     def close(self) -> None:
@@ -49,11 +49,11 @@ class Hierarchy:
 
 
 class SubCommunicator:
-    """The verbs among some of all workers; a lost one is named by its rank among all.
+    """The communicator of a part of a group, whose `PeerLost` has the ranks of the whole group.
 
     Args:
-        comm: the communicator among them.
-        ranks: who they are, in its order.
+        comm: the communicator of the part.
+        ranks: the ranks of its workers in the whole group, in its order.
     """
 
     def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
@@ -72,23 +72,23 @@ class SubCommunicator:
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
         """See `Communicator.sum`."""
-        return _Named(self._comm.sum(x, dtype), self._ranks)
+        return _TranslatedWork(self._comm.sum(x, dtype), self._ranks)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
         """See `Communicator.gather`."""
-        return _Named(self._comm.gather(x), self._ranks)
+        return _TranslatedWork(self._comm.gather(x), self._ranks)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
         """See `Communicator.broadcast`."""
-        return _Named(self._comm.broadcast(x, root), self._ranks)
+        return _TranslatedWork(self._comm.broadcast(x, root), self._ranks)
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
         """See `Communicator.exchange`."""
-        return _Named(self._comm.exchange(xs, like), self._ranks)
+        return _TranslatedWork(self._comm.exchange(xs, like), self._ranks)
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
         """See `Communicator.swap`."""
-        return _Named(self._comm.swap(xs, like), self._ranks)
+        return _TranslatedWork(self._comm.swap(xs, like), self._ranks)
 
     def channel(self, name: str) -> SubCommunicator:
         """See `Communicator.channel`."""
@@ -103,8 +103,8 @@ class SubCommunicator:
         self._comm.close()
 
 
-class _Named(Generic[T]):
-    """A work whose `PeerLost` names workers by their ranks among all."""
+class _TranslatedWork(Generic[T]):
+    """A work whose `PeerLost` has the ranks of the whole group."""
 
     def __init__(self, work: Work[T], ranks: Sequence[int]) -> None:
         self._work, self._ranks = work, ranks
@@ -113,13 +113,13 @@ class _Named(Generic[T]):
         return self._work.poll()
 
     def wait(self) -> T:
-        with among_all(self._ranks):
+        with with_global_ranks(self._ranks):
             return self._work.wait()
 
 
 @contextmanager
-def among_all(ranks: Sequence[int]) -> Iterator[None]:
-    """Inside, only the workers `ranks` take part; a `PeerLost` names them by their ranks among all."""
+def with_global_ranks(ranks: Sequence[int]) -> Iterator[None]:
+    """A context for operations of a part of a group: `PeerLost` gets the ranks of the whole group, of `ranks`."""
     try:
         yield
     except PeerLost as lost:

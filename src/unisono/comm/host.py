@@ -1,4 +1,4 @@
-"""Which host this is, and by which addresses others see it."""
+"""The name and the addresses of this host."""
 
 from __future__ import annotations
 
@@ -15,38 +15,43 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """A name that only those processes have in common that share memory and loopback: of one boot of one kernel, with
-    the same network and processes, and of one user."""
+    """A name that is equal for two processes only if they can share memory and the loopback device.
+
+    They run under one boot of one kernel, in the same network, process and user namespaces, and as one user.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
-    except OSError:  # nor is there memory to share
+    except OSError:  # not Linux: memory cannot be shared either
         boot, spaces = f"{uuid.getnode()}", [socket.gethostname()]
     return hashlib.sha256("\n".join([boot, *spaces, str(os.getuid())]).encode()).hexdigest()[:16]
 
 
-def sources(address: str) -> list[str]:
-    """The addresses from which connections of this host may come to others that know it by `address`: if that is of the
-    loopback device, only itself, else those of all other devices, since the route to each chooses one."""
+def source_addresses(address: str) -> list[str]:
+    """The addresses from which this host may connect to peers that know it by `address`.
+
+    That is `address` itself if it is of the loopback device, else the addresses of all other devices, of which each
+    route selects one.
+    """
     if ipaddress.ip_address(address).is_loopback:
         return [address]
-    found = {address, *_older_addresses(), *_newer_addresses()}
-    return sorted(each for each in found if not ipaddress.ip_address(each).is_loopback)
+    addresses = {address, *_ipv4_addresses(), *_ipv6_addresses()}
+    return sorted(each for each in addresses if not ipaddress.ip_address(each).is_loopback)
 
 
-def _older_addresses() -> list[str]:
-    """Those of IPv4 (man 7 netdevice, ``SIOCGIFCONF``)."""
-    room = array.array("B", bytes(_LARGEST_ANSWER_BYTES))
-    where, nbytes = room.buffer_info()
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
-        answered = fcntl.ioctl(wire, _SIOCGIFCONF, struct.pack("@iP", nbytes, where))
-        used = struct.unpack("@iP", answered)[0]
-        return [socket.inet_ntoa(room[at + 20 : at + 24].tobytes()) for at in range(0, used, _ENTRY_BYTES)]
+def _ipv4_addresses() -> list[str]:
+    """The IPv4 addresses of this host (man 7 netdevice, ``SIOCGIFCONF``)."""
+    buffer = array.array("B", bytes(_LARGEST_ANSWER_BYTES))
+    pointer, nbytes = buffer.buffer_info()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("@iP", nbytes, pointer))
+        used = struct.unpack("@iP", answer)[0]
+        return [socket.inet_ntoa(buffer[at + 20 : at + 24].tobytes()) for at in range(0, used, _ENTRY_BYTES)]
     return []
 
 
-def _newer_addresses() -> list[str]:
-    """Those of IPv6 (man 5 proc has no page for it: the address in hexadecimal digits comes first in each line)."""
+def _ipv6_addresses() -> list[str]:
+    """The IPv6 addresses of this host: each line of the file begins with one in hexadecimal digits."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]

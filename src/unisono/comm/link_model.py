@@ -1,4 +1,4 @@
-"""What a message costs on a link: closed forms for the simulated communicator and for whoever plans a run.
+"""Costs of messages on links, as closed forms for the simulated communicator and for estimates.
 
 All times are seconds, all sizes bytes. Links are full duplex; a worker's link carries one message at a time.
 """
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONTENTION = 1.3
-"""How much longer several messages take that share a link in one direction than one of as many bytes: TCP streams do
-not share evenly, and the last one to end decides. Measured for 4 hosts that all send to all: 1.25 to 1.5 at 25 Mbit/s,
-1.15 to 1.3 at 100 Mbit/s, where a ring takes 1.05 to 1.15 (``python -m benchmarks links``)."""
+"""The time of several messages that share a link in one direction, relative to one message of as many bytes: TCP
+streams do not share evenly, and the last one decides. Measured for 4 hosts that all send to all: 1.25 to 1.5 at 25
+Mbit/s, 1.15 to 1.3 at 100 Mbit/s, where a ring takes 1.05 to 1.15 (``python -m benchmarks links``)."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of one worker: its rate in each direction, and the time of the shortest message."""
+    """The network link of one worker: its rate in each direction, and the time of an empty message."""
 
     bytes_per_second: float = 1.25e9
     latency_seconds: float = 50e-6
@@ -27,7 +27,7 @@ class Link:
             raise ValueError(f"{self}: the rate must be above 0, the latency 0 or more")
 
     def seconds(self, size_bytes: float) -> float:
-        """One message of `size_bytes`."""
+        """The time of one message of `size_bytes`."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
@@ -39,7 +39,7 @@ def sum_seconds(links: Sequence[Link], size_bytes: float) -> float:
 
 
 def gather_seconds(links: Sequence[Link], size_bytes: float) -> float:
-    """Ring all-gather: ``n-1`` rounds of a message of `size_bytes`, which is what each worker brings."""
+    """Ring all-gather: ``n-1`` rounds of a message of `size_bytes`, the input of each worker."""
     return (len(links) - 1) * _slowest(links, size_bytes)
 
 
@@ -49,8 +49,11 @@ def broadcast_seconds(links: Sequence[Link], size_bytes: float) -> float:
 
 
 def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, int], float]) -> float:
-    """Messages between pairs, ``sizes_bytes[sender, receiver]``, all at once: the busiest link decides, and one that
-    several messages share in one direction is `CONTENTION`. What a worker sends to itself is free."""
+    """Messages of ``sizes_bytes[sender, receiver]`` between pairs, all at once: the busiest link decides.
+
+    The time of a link that several messages share in one direction is multiplied by `CONTENTION`. What a worker
+    sends to itself is free.
+    """
     loads: dict[tuple[str, int], list[float]] = {}
     for (sender, receiver), size in sizes_bytes.items():
         if sender != receiver:
@@ -60,7 +63,7 @@ def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, 
 
 
 def sum_bytes(workers: int, size_bytes: int) -> int:
-    """What each worker sends in a ring all-reduce."""
+    """The bytes that each worker sends in a ring all-reduce."""
     return 2 * (workers - 1) * size_bytes // workers
 
 

@@ -20,6 +20,7 @@ from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.services import ActorHost
 from unisono.comm.communicator import Communicator
 from unisono.comm.hierarchy import Hierarchy
+from unisono.comm.security import Security
 from unisono.errors import CommunicationError, PeerLost
 
 T = TypeVar("T")
@@ -91,6 +92,14 @@ class ChannelSet:
     hierarchy: Hierarchy | None = None
     waiting: OperationQueue | None = None
     abort: Abort = field(default_factory=Abort)
+
+    @staticmethod
+    def create(
+        address: str, timeout_seconds: float, abort: Abort | None = None, security: Security | None = None
+    ) -> ChannelSet:
+        """The channels of a new communicator; actors listen on `address`, and `abort` ends all waiting."""
+        abort = abort or Abort()
+        return ChannelSet(actor_host=ActorHost(address, timeout_seconds, abort, security), abort=abort)
 
 
 class OperationQueue:

@@ -1,7 +1,7 @@
-"""Programs by which the kernel judges the packets of a socket (classic BPF; man 7 socket, ``SO_ATTACH_FILTER``).
+"""Programs with which the kernel filters the packets of a socket (classic BPF; man 7 socket, ``SO_ATTACH_FILTER``).
 
-The kernel runs such a program on each packet, beginning at the transport header; what it returns is how many bytes of
-the packet are kept, none being to drop it.
+The kernel runs the program on each packet, beginning at the transport header. The program returns how many bytes of
+the packet to keep; 0 drops it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ def _instruction(code: int, operand: int, skip_if: int = 0, skip_else: int = 0) 
 KEEP, DROP = _instruction(_RETURN, 2**32 - 1), _instruction(_RETURN, 0)
 
 
-def admitting(addresses: Collection[str]) -> list[bytes]:
-    """A program that drops all packets but those from `addresses`: three instructions for each of IPv4, nine of IPv6.
-    Raises `ValueError` for what is no address."""
-    found = sorted({ipaddress.ip_address(each) for each in addresses}, key=int)
-    rules = {version: [_admit(each.packed, _SOURCE[version]) for each in found if each.version == version]
+def drop_all_but(addresses: Collection[str]) -> list[bytes]:
+    """A program that drops all packets except those from `addresses`.
+
+    It has three instructions for each IPv4 address, nine for each of IPv6. Raises `ValueError` for invalid addresses.
+    """
+    parsed = sorted({ipaddress.ip_address(each) for each in addresses}, key=int)
+    rules = {version: [_admit(each.packed, _SOURCE[version]) for each in parsed if each.version == version]
              for version in _SOURCE}  # fmt: skip
     return [*itertools.chain(*(_of_version(version, rules[version]) for version in rules)), DROP]
 
 
 def _of_version(version: int, rules: Iterable[list[bytes]]) -> list[bytes]:
-    """Drops a packet of that version of IP unless one of `rules` keeps it, and passes on others."""
+    """Drops packets of that version of IP unless one of `rules` keeps them; other versions continue after it."""
     then = [*itertools.chain(*rules), DROP]
     return [
         _instruction(_LOAD_BYTE, _NETWORK_HEADER),
@@ -54,10 +56,10 @@ def _of_version(version: int, rules: Iterable[list[bytes]]) -> list[bytes]:
 
 
 def _admit(packed: bytes, source: int) -> list[bytes]:
-    """Keeps a packet that has `packed` at the offset `source` of its header, and passes on others."""
-    made = [KEEP]
+    """Keeps a packet that has `packed` at the offset `source` of its header; others continue after it."""
+    program = [KEEP]
     for at in reversed(range(0, len(packed), _WORD_BYTES)):
         word = int.from_bytes(packed[at : at + _WORD_BYTES])
-        compare = _instruction(_JUMP_IF, word, skip_else=len(made))
-        made = [_instruction(_LOAD_WORD, _NETWORK_HEADER + source + at), compare, *made]
-    return made
+        compare = _instruction(_JUMP_IF, word, skip_else=len(program))
+        program = [_instruction(_LOAD_WORD, _NETWORK_HEADER + source + at), compare, *program]
+    return program

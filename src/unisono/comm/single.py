@@ -1,4 +1,4 @@
-"""The communicator of a worker that has no peers: every verb is the identity."""
+"""The communicator of a worker without peers: every operation is the identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.comm import header_record as record
 from unisono.comm.actor import Actor, ActorConnection
-from unisono.comm.actors.in_process import introduce
+from unisono.comm.actors.in_process import connect_in_process
 from unisono.comm.actors.process import load
 
 T_co = TypeVar("T_co", covariant=True)
@@ -21,7 +21,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Finished(Generic[T_co]):
-    """Work that was over before it began."""
+    """Work that has its result from the start."""
 
     result: T_co
 
@@ -33,7 +33,7 @@ class Finished(Generic[T_co]):
 
 
 class SingleWorker:
-    """The empty end of the wire: one worker, no peers, nothing sent."""
+    """A group of one worker, which sends nothing."""
 
     rank = 0
     size = 1
@@ -57,7 +57,7 @@ class SingleWorker:
         return Finished(x)
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Finished[list[Tensor]]:
-        record.check_everybody(xs, like, 1)
+        record.check_all_ranks(xs, like, 1)
         return Finished([x.detach().clone() for x in xs])
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Finished[dict[int, Tensor]]:
@@ -69,11 +69,13 @@ class SingleWorker:
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; `actor` receives within `ActorConnection.call`."""
-        return introduce([actor])
+        return connect_in_process([actor])
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract, but that the actors live in this process, and receive within `ActorConnection.call`."""
-        return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
+        """As the contract, except that the actors are in this process, and receive within `ActorConnection.call`."""
+        return connect_in_process(
+            [load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)]
+        )
 
     def hierarchy(self, name: str) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Texts and tensors of any size, told to all workers."""
+"""Exchange of texts of any length between all workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.comm.work import Work
 
-_TextSteps = Generator[Work[Any], Any, list[str]]
+Steps = Generator[Work[Any], Any, list[str]]
 
 
 def gather_text(comm: Communicator, text: str) -> list[str]:
@@ -21,18 +21,18 @@ def gather_text(comm: Communicator, text: str) -> list[str]:
         try:
             work = steps.send(work.wait())
         except StopIteration as stop:
-            found: list[str] = stop.value
-            return found
+            texts: list[str] = stop.value
+            return texts
 
 
-def gather_text_steps(comm: Communicator, text: str) -> _TextSteps:
-    """The same for a caller that does not wait: it sends in the result of each operation that is yielded."""
+def gather_text_steps(comm: Communicator, text: str) -> Steps:
+    """`gather_text` for a caller that does not wait: it sends in the result of each operation that is yielded."""
     data = text.encode()
     lengths = (yield comm.gather(torch.tensor([len(data)]))).view(-1).tolist()
-    mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    row = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = yield comm.gather(mine)
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = yield comm.gather(row)
     return [bytes(row.numpy()[:length]).decode() for row, length in zip(rows, lengths)]
 
 
@@ -40,6 +40,6 @@ def broadcast_text(comm: Communicator, text: str) -> str:
     """Collective: the `text` of worker 0, on all workers."""
     data = text.encode()
     length = comm.broadcast(torch.tensor([len(data)])).wait()
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 and data else None
-    received = torch.empty(int(length), dtype=torch.uint8) if mine is None else mine
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 and data else None
+    received = torch.empty(int(length), dtype=torch.uint8) if own is None else own
     return bytes(comm.broadcast(received).wait().numpy()).decode()

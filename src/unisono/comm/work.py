@@ -1,4 +1,4 @@
-"""An operation that has been started: what every verb and every call gives back."""
+"""An operation in flight, as every collective operation and every call of an actor returns it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Work(Protocol[T_co]):
-    """An operation under way."""
+    """An operation that has been started."""
 
     def poll(self) -> bool:
-        """Go on as far as possible without waiting; True when it is over (`wait` gives the result or the error)."""
+        """Continue as far as possible without waiting; True once `wait` returns or raises at once."""
 
     def wait(self) -> T_co:
         """The result. May be called again. Raises `PeerLost` or `MessageMismatch`, within the deadline."""

@@ -10,6 +10,7 @@ from unisono.compress.compressor import Mean as Mean
 from unisono.compress.compressor import bits as bits
 from unisono.compress.error_feedback import WithErrorFeedback as WithErrorFeedback
 from unisono.compress.exact import Exact as Exact
+from unisono.compress.exact import ExactSums as ExactSums
 from unisono.compress.memory import CompressorMemory as CompressorMemory
 from unisono.compress.one_bit import OneBit as OneBit
 from unisono.compress.power_sgd import PowerSGD as PowerSGD
@@ -29,3 +30,4 @@ COMPRESSORS: dict[str, type] = {
         *(WithErrorFeedback, BySize, ByName, Auto),
     )
 }
+BOUND_COMPRESSORS: dict[str, type] = {**COMPRESSORS, "ExactSums": ExactSums}  # also what `for_sums_of` returns

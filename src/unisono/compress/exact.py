@@ -55,7 +55,7 @@ class Exact(Codec):
         return 2.0 ** (53 - self.fraction_bits) / self.addends
 
     def for_sums_of(self, addends: int) -> Compressor:
-        return _ExactSums(self.fraction_bits, addends)
+        return ExactSums(self.fraction_bits, addends)
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float64
@@ -131,7 +131,7 @@ class Exact(Codec):
 
 
 @dataclass(frozen=True)
-class _ExactSums(Exact):
+class ExactSums(Exact):
     """`Exact` with the number of gradients in one sum; made by `Exact.for_sums_of`."""
 
     addends: int = 1

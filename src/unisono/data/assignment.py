@@ -1,4 +1,4 @@
-"""Who computes which micro-batches: arithmetic from shares to contiguous ranges."""
+"""Assigns contiguous ranges of micro-batches to workers, in proportion to given weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.errors import InvalidInput
 def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
     """Contiguous ranges of ``range(micro_batches)``, one per worker, in proportion to `shares`.
 
-    By largest remainder, ties to the lower rank; every worker with a positive share gets at least one.
+    By largest remainder, ties to the lower rank. Every worker with a positive share has at least one.
 
     Raises:
         InvalidInput: more workers with a positive share than micro-batches.
@@ -27,15 +27,15 @@ def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
 
 
 def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `total`: the quotas rounded down, at least 1, the rest by remainder."""
+    """Integers with sum `total`: quotas rounded down, but at least 1, and the rest by remainder."""
     whole = sum(shares)
     quotas = [total * (share / whole) for share in shares]
     counts = [max(1, math.floor(quota)) if share > 0 else 0 for quota, share in zip(quotas, shares)]
     while sum(counts) != total:
         change = 1 if sum(counts) < total else -1
         movable = [w for w, share in enumerate(shares) if share > 0 and (change > 0 or counts[w] > 1)]
-        most_due = max(movable, key=lambda worker: (change * (quotas[worker] - counts[worker]), -worker))
-        counts[most_due] += change
+        chosen = max(movable, key=lambda worker: (change * (quotas[worker] - counts[worker]), -worker))
+        counts[chosen] += change
     return counts
 
 

@@ -1,11 +1,11 @@
-"""A sample of a dataset's content as a few figures, by which two hosts find out whether they have the same data.
+"""Summaries of some samples of a dataset, by which two hosts check that they have the same data.
 
-Items are read in a forked process, unless they are tensors in memory: code of the dataset's own may count its reads,
-draw from a generator of its own, open files that loading processes must not share, crash or hang.
+Samples are read in a forked process, unless they are tensors in memory. The dataset's code may count reads, draw random
+numbers from a generator of its own, open files that loading processes must not share, crash or hang.
 
-Floating-point numbers, and pixels of one byte, may differ a little between hosts with other processors or libraries, so
-they are compared by two figures with a tolerance. All else is compared to the bit. A dataset whose items are random has
-no content to compare.
+Floating-point numbers and 8-bit pixels may differ slightly between hosts with different processors or libraries, so
+they are compared by two numbers with a tolerance. Everything else is compared bit by bit. A dataset with random samples
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from unisono.data.fetch import detect_rng_use, plain_tensors
 from unisono.data.fork_setup import set_up_child
 from unisono.tensors.batch import parts
 
-MOST_ITEMS = 12  # a dataset that flips coins of its own seldom gives all of so many alike twice
-_SECONDS = 2.0  # for reading all of them twice
-_MOST_BYTES = 1 << 12  # a pipe takes as much at once
-_MOST_NUMBERS = 1 << 20  # of one array that are looked at
-_TOLERANCE = 0.02  # of an item's size
+MOST_ITEMS = 12  # a dataset with a private generator seldom returns so many equal samples twice
+_SECONDS = 2.0  # to read all of them twice
+_MOST_BYTES = 1 << 12  # a pipe accepts this many at once
+_MOST_NUMBERS = 1 << 20  # of one array that are read
+_TOLERANCE = 0.02  # relative to `size`
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What of one sample is compared.
+    """What is compared of one sample.
 
     Args:
         index: of the sample.
-        exact: digest of structure, shapes, whole numbers and texts.
-        size: root mean square of all real numbers.
-        projection: of the real numbers on a fixed direction, on the scale of `size`.
+        exact: digest of structure, shapes, integers and texts.
+        size: root mean square of all floating-point numbers.
+        projection: of the floating-point numbers on a fixed direction, on the scale of `size`.
     """
 
     index: int
@@ -53,7 +53,7 @@ class SampleSummary:
     projection: float
 
     def matches(self, other: SampleSummary) -> bool:
-        """Whether both are of the same sample, but for rounding."""
+        """Whether both summarize the same sample, up to rounding."""
         if self.exact != other.exact:
             return False
         tolerance = _TOLERANCE * max(self.size, other.size)
@@ -61,25 +61,27 @@ class SampleSummary:
 
 
 def encode(items: Sequence[SampleSummary]) -> str:
-    """`items` as text."""
+    """`items` as JSON."""
     return json.dumps([[item.index, item.exact, item.size, item.projection] for item in items])
 
 
 def decode(text: str) -> list[SampleSummary]:
-    """The items that were `encode`. Raises `ValueError` or `TypeError` if it is no such text."""
+    """Inverse of `encode`. Raises `ValueError` or `TypeError` for other texts."""
     return [
         SampleSummary(int(index), str(exact), float(size), float(at)) for index, exact, size, at in json.loads(text)
     ]
 
 
 def sample_of(dataset: Any) -> list[SampleSummary]:
-    """Some items of `dataset`, the same ones on all hosts; none where reading them takes longer than `_SECONDS` or
-    fails, or where items are random."""
+    """Summaries of some samples of `dataset`, the same ones on all hosts.
+
+    Empty if reading them takes longer than `_SECONDS` or fails, or if they are random.
+    """
     return _items(dataset) if plain_tensors(dataset) else _forked(dataset)
 
 
 def _items(dataset: Any) -> list[SampleSummary]:
-    with suppress(Exception):  # training raises it too, if it reads that item
+    with suppress(Exception):  # training raises the same error if it reads that sample
         return [summarize(index, dataset[index]) for index in indices(len(dataset))]
     return []
 
@@ -88,38 +90,38 @@ def _forked(dataset: Any) -> list[SampleSummary]:
     there, here = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if not pid:
-        _live(dataset, here, parent)
+        _run_reader(dataset, here, parent)
     os.close(here)
     with open(there, "rb", buffering=0) as pipe:
-        with suppress(ChildProcessError):  # code of the user's may wait for any child process
+        with suppress(ChildProcessError):  # user code may have waited for this child process
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what the dataset has started
+                os.killpg(pid, signal.SIGKILL)  # processes that the dataset has started
             os.waitpid(pid, 0)
         os.set_blocking(there, False)
         return decode((pipe.read(_MOST_BYTES) or b"[]").decode())
 
 
-def _live(dataset: Any, pipe: int, parent: int) -> None:
-    """The life of the process. Nothing of the worker's may be finished in it: no buffer, no exit function."""
+def _run_reader(dataset: Any, pipe: int, parent: int) -> None:
+    """Body of the forked process. It must run no exit function of the worker, and flush none of its buffers."""
     try:
         os.setpgid(0, 0)
         set_up_child(parent, "reader")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS)  # ends it, whatever it is in
-        _be_quiet()
-        with detect_rng_use() as drew:
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS)  # kills the process, even in native code
+        _discard_output()
+        with detect_rng_use() as rng_used:
             items = _items(dataset)
-            again = _items(dataset)  # which differs where a generator of the dataset's own is drawn from
-            if items == again and not drew():
+            again = _items(dataset)  # differs if the dataset draws from a private generator
+            if items == again and not rng_used():
                 os.write(pipe, encode(items).encode())
     finally:
         os._exit(0)
 
 
-def _be_quiet() -> None:
-    """What the dataset prints and logs is dropped: it will be printed again when the training reads the item."""
+def _discard_output() -> None:
+    """Discard what the dataset prints and logs: it appears when training reads the sample."""
     nothing = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     os.dup2(nothing.fileno(), 1)
     os.dup2(nothing.fileno(), 2)
@@ -134,19 +136,19 @@ def indices(length: int) -> list[int]:
 
 
 def summarize(index: int, value: Any) -> SampleSummary:
-    """The figures of sample `index`, which is `value`."""
-    exact, reals = xxh3_64(), [np.zeros(1)]
+    """The summary of sample `index`, which is `value`."""
+    exact, floats = xxh3_64(), [np.zeros(1)]
     for piece in _pieces(value):
         if isinstance(piece, np.ndarray) and _approximate(piece):
             exact.update(f"reals {piece.shape}".encode())
             flat = piece.reshape(-1)[:_MOST_NUMBERS].astype(np.float64)
-            reals.append(np.nan_to_num(flat, posinf=0.0, neginf=0.0))
+            floats.append(np.nan_to_num(flat, posinf=0.0, neginf=0.0))
         elif isinstance(piece, np.ndarray):
             exact.update(f"wholes {piece.shape}".encode())
             exact.update(piece.reshape(-1)[:_MOST_NUMBERS].astype(np.int64).tobytes())
         else:
             exact.update(repr(piece).encode())
-    numbers = np.concatenate(reals)
+    numbers = np.concatenate(floats)
     size = math.sqrt(float(np.square(numbers).mean()))
     at = float(numbers @ np.cos(np.arange(1, len(numbers) + 1))) / math.sqrt(len(numbers))
     return SampleSummary(index, exact.hexdigest(), size, at)
@@ -157,7 +159,7 @@ def _approximate(piece: np.ndarray[Any, Any]) -> bool:
 
 
 def _pieces(value: Any) -> Iterator[Any]:
-    """Arrays, and texts that say what is between them."""
+    """The arrays in `value`, and texts that describe the structure around them."""
     if isinstance(value, Mapping):
         yield f"keys {sorted(map(str, value))}"
     inside = parts(value)
@@ -172,7 +174,7 @@ def _pieces(value: Any) -> Iterator[Any]:
 
 
 def _array(value: Any) -> Any:
-    """`value` as an array of numbers, if it is one; else the name of its type."""
+    """`value` as an array of numbers, if possible; else the name of its type."""
     with suppress(TypeError, ValueError, RuntimeError):
         plain = value.detach().to("cpu") if isinstance(value, Tensor) else value
         if isinstance(plain, Tensor):

@@ -1,4 +1,4 @@
-"""The samples of one micro-batch, from a map-style dataset to a batch."""
+"""Fetches the samples of one micro-batch from a map-style dataset, and collates them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Key = tuple[int, int]
 """A step, and a micro-batch of it."""
 
 Fetched = tuple[Batch, float]
-"""A batch, and the seconds that fetching it took."""
+"""A batch, and the seconds that it took to fetch."""
 
 ALL = -1  # in place of the number of one sample
 
 
 class Fetch:
-    """Makes micro-batches. Random numbers that a dataset draws come from the stream of ``(seed, step, m)``.
+    """Fetches micro-batches. Random numbers that a dataset draws come from the stream of ``(seed, step, m)``.
 
     Attributes:
-        on_sample: called with the number of each sample before it is fetched, and with `ALL` before what concerns all
-            samples of a micro-batch: fetching many at once, collating.
+        on_sample: called with the index of each sample before it is fetched, and with `ALL` before operations on all
+            samples of a micro-batch: collating, or fetching many at once.
 
-    Tensor datasets (and subsets of them) that torch's default collates are indexed in bulk, which gives the
+    Tensor datasets, and subsets of them, with torch's default collate function are indexed in bulk, which gives the
     same batch.
 
     Args:
@@ -50,14 +50,14 @@ class Fetch:
 
     @property
     def bulk(self) -> bool:
-        """True where tensors are indexed in bulk: nothing of the dataset's own runs, so it draws nothing."""
+        """Whether tensors are indexed in bulk. Then no code of the user runs, and no random numbers are drawn."""
         return self._tensors is not None
 
     def __call__(self, step: int, micro_batch: int) -> Batch:
-        """The batch. What the dataset draws comes from the process's generators as they are.
+        """The batch. Random numbers come from the generators of the process as they are.
 
         Raises:
-            Exception: what the dataset or `collate` raises, with a note that names sample and micro-batch.
+            Exception: of the dataset or `collate`, with a note that names sample and micro-batch.
         """
         indices = self._plan.indices(step, micro_batch)
         if self._tensors is not None:
@@ -69,17 +69,17 @@ class Fetch:
             return self._collated(indices.tolist())
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
-        """The numbers of the samples of a micro-batch."""
+        """The indices of the samples of a micro-batch."""
         return [int(index) for index in self._plan.indices(step, micro_batch)]
 
     def seeded(self, step: int, micro_batch: int) -> Batch:
-        """The batch, drawn from its own stream; the process's generators are left as they were."""
+        """The batch, with random numbers of its own stream; the generators of the process are restored."""
         if self.bulk:
             return self(step, micro_batch)
         return self.fetch_and_detect(step, micro_batch)[0]
 
     def nonfinite_samples(self, step: int, micro_batch: int) -> list[int]:
-        """The samples of the batch with a number that is not finite, where tensors have a row for each sample."""
+        """Indices of the samples with a value that is not finite, in tensors with a row for each sample."""
         indices = self.samples(step, micro_batch)
         rows: set[int] = set()
         for tensor in tensors(self.seeded(step, micro_batch)):
@@ -92,8 +92,8 @@ class Fetch:
         before = _states()
         seed_load(stream(self._seed, step, micro_batch, "load"))
         try:
-            with detect_rng_use() as drew:
-                return self(step, micro_batch), drew()
+            with detect_rng_use() as rng_used:
+                return self(step, micro_batch), rng_used()
         finally:
             _restore(before)
 
@@ -123,7 +123,7 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
-    """The tensors of a tensor dataset, and the rows that each subset around it keeps, outermost first."""
+    """The tensors of a tensor dataset, and the row indices of each `Subset` around it, outermost first; else None."""
     subsets: list[Tensor] = []
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices, dtype=torch.int64))
@@ -133,7 +133,7 @@ def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | Non
 
 @contextmanager
 def detect_rng_use() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether random numbers were drawn since, of torch, of Python or of numpy."""
+    """Yields a function that returns whether torch, Python or numpy have drawn random numbers since."""
     before = _states()
     yield lambda: not _equal(before, _states())
 
@@ -157,6 +157,6 @@ def _restore(states: _States) -> None:
 
 
 def timed(fetch: Callable[[int, int], Batch], key: Key) -> Fetched:
-    """What `fetch` makes of `key`, and how long it takes."""
+    """The batch of `key`, and the seconds that fetching it took."""
     began = time.perf_counter()
     return fetch(*key), time.perf_counter() - began

@@ -1,23 +1,19 @@
-"""What every process begins with that a worker forks to read its data."""
+"""Set-up of processes that a worker forks to read its data."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 
 import torch
 from setproctitle import getproctitle, setproctitle
 
-_PR_SET_PDEATHSIG = 1
+from unisono.system.process import exit_with_parent
 
 
 def set_up_child(parent: int, role: str) -> None:
-    """Die with the worker `parent`, however it dies; leave Ctrl-C and SIGTERM to it; compute in one thread."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    """Bind this process to the lifetime of the worker `parent`, ignore Ctrl-C and SIGTERM, use one thread."""
+    exit_with_parent(parent)
     for request in (signal.SIGINT, signal.SIGTERM):
         signal.signal(request, signal.SIG_IGN)
-    torch.set_num_threads(1)  # threads of the parent's pool are not there any more
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist after fork
     setproctitle(f"{getproctitle()} {role}")

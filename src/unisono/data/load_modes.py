@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inline:
-    """In the training thread, when the micro-batch is due. Best where fetching is quicker than a thread's hand-over."""
+    """In the training thread, when the micro-batch is needed. Best if fetching is faster than a switch of threads."""
 
 
 @dataclass(frozen=True)
 class Threads:
-    """In a background thread, `ahead` micro-batches before they are due. Not for datasets that draw random numbers:
-    torch's generators belong to the whole process."""
+    """In a background thread, `ahead` micro-batches before they are needed.
+
+    Not for datasets that draw random numbers, since torch's generators are shared by the whole process.
+    """
 
     ahead: int = 2
 
@@ -24,7 +26,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Processes:
-    """In `count` background processes, each `ahead` micro-batches before they are due. For datasets that compute."""
+    """In `count` background processes, each `ahead` micro-batches in advance. For datasets that compute."""
 
     count: int = 1
     ahead: int = 2

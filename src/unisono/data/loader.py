@@ -1,4 +1,4 @@
-"""How a worker's own micro-batches get here, ahead of need."""
+"""Loads the micro-batches of one worker in advance."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from unisono.data.processes import LoadingProcesses
 from unisono.errors import InvalidInput
 from unisono.tensors.batch import Batch
 
-INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
+INLINE_BELOW_BYTES = 1 << 20  # of tensors in memory: copying them is faster than a switch of threads
 INLINE_BELOW_SECONDS = 300e-6
-"""A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
+"""Batches that are fetched faster are not fetched in advance; a switch of threads takes about a tenth of this."""
 
 WorkItem = tuple[int, range, Iterator[tuple[int, Batch]]]
-"""A step, one worker's own micro-batches of it, and their batches with their numbers."""
+"""A step, the micro-batches of it that one worker computes, and their numbers and batches."""
 
 _log = logging.getLogger(__name__)
 
 
 class Loader:
-    """Loads this worker's micro-batches of the steps from `first_step` up to, not including, `last_step`.
+    """Loads this worker's micro-batches of a range of steps.
 
-    Make it before anything of ``torch.distributed``: `Processes` forks. The batches are the same under every
-    way of loading and any number of workers.
+    Construct it before anything of ``torch.distributed``, since `Processes` forks. Batches are equal for every `load`
+    and any number of workers.
 
     Attributes:
-        ahead_seconds: in all, what it took to fetch ahead the batches that were asked for; where several processes
-            fetch, their part of it. What is fetched when it is due is not in it.
+        ahead_seconds: total time of fetching, in advance, the batches returned so far, divided by the number of
+            loading processes. Excludes batches that were fetched when needed.
 
     Args:
         dataset: map-style; ``__getitems__`` is used where it exists.
-        mine: the micro-batches of this worker at a step.
+        mine: returns this worker's micro-batches of a step.
         collate: makes a batch of a list of samples. Default: torch's.
-        load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or
-            took less than 300 us, else `Threads`.
+        load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or took less
+            than 300 us, else `Threads`.
         seed: of the random numbers that the dataset draws.
-        notice: told one sentence for each loading process that died and was replaced.
+        steps: consecutive steps.
+        notice: called with one sentence for each loading process that exited and was replaced.
 
     Raises:
         InvalidInput: `Threads` for a dataset that draws random numbers.
@@ -58,13 +59,12 @@ class Loader:
         collate: Callable[[list[Any]], Batch] | None = None,
         load: Load | None = None,
         seed: int = 0,
-        first_step: int = 0,
-        last_step: int = 0,
+        steps: range = range(0),
         notice: Callable[[str], None] = _log.warning,
     ) -> None:
         self._mine, self._notice = mine, notice
         self._fetch = Fetch(dataset, plan, collate, seed)
-        keys = ((step, m) for step in range(first_step, last_step) for m in mine(step))
+        keys = ((step, m) for step in steps for m in mine(step))
         self._probed: dict[Key, Batch] = {}
         self.ahead_seconds = 0.0
         if isinstance(load, Threads) or load is None:
@@ -73,44 +73,47 @@ class Loader:
         self._source = _source(load, self._fetch, keys, notice)
 
     def batches(self, step: int) -> Iterator[tuple[int, Batch]]:
-        """This worker's micro-batches of `step` and their numbers, in order. A step may be asked for again.
+        """This worker's micro-batches of `step` and their numbers, in order. A step may be requested again.
 
         Raises:
-            Exception: what the dataset raised, with a note that names sample and micro-batch.
-            LoadingFailed: processes die again and again on the same sample.
+            Exception: of the dataset, with a note that names sample and micro-batch.
+            LoadingFailed: two processes exited on the same sample.
         """
         return self._all(step, self._mine(step))
 
     def nonfinite_samples(self, step: int, micro_batch: int) -> list[int]:
-        """The numbers of the samples of any worker's `micro_batch` that hold a number that is not finite; none where a
-        batch does not show its samples."""
+        """Indices of the samples in `micro_batch`, of any worker, with a value that is not finite.
+
+        Empty if tensors of the batch have no row for each sample.
+        """
         return self._fetch.nonfinite_samples(step, micro_batch)
 
-    def work_items(self, shares: Iterable[tuple[int, range]]) -> Iterator[WorkItem]:
-        """What `shares` deal out, steps and micro-batches of each, one after the other, each with its batches and
-        their numbers. `shares` is asked ahead of need, as far as batches are fetched ahead.
+    def work_items(self, leases: Iterable[tuple[int, range]]) -> Iterator[WorkItem]:
+        """The steps and micro-batches in `leases`, one work item after the other, with their batches.
+
+        `leases` is advanced as far ahead as batches are fetched.
 
         Raises:
-            Exception: what the dataset raised, with a note that names sample and micro-batch.
+            Exception: of the dataset, with a note that names sample and micro-batch.
         """
-        dealt: deque[tuple[int, range]] = deque()
+        leased: deque[tuple[int, range]] = deque()
 
         def keys() -> Iterator[Key]:
-            for step, micro_batches in shares:
-                dealt.append((step, micro_batches))
+            for step, micro_batches in leases:
+                leased.append((step, micro_batches))
                 yield from ((step, m) for m in micro_batches)
 
         self._source.close()
         if isinstance(self.load, Inline):
-            dealing: Iterator[tuple[int, range]] = iter(shares)
+            items: Iterator[tuple[int, range]] = iter(leases)
         else:
             self._source = _source(self.load, self._fetch, keys(), self._notice)
-            dealing = iter(lambda: dealt.popleft() if dealt else None, None)
-        for step, micro_batches in dealing:
+            items = iter(lambda: leased.popleft() if leased else None, None)
+        for step, micro_batches in items:
             yield step, micro_batches, self._all(step, micro_batches)
 
     def stacks(self) -> list[str]:
-        """Where processes that fetch batches are in their code, see `Stacks.collect`; for any thread."""
+        """Stack traces of the loading processes, see `LoaderStacks.collect`; for any thread."""
         return self._source.stacks()
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class Loader:
         if key in self._probed:
             return self._probed.pop(key)
         while self._source.next is not None and self._source.next < key:
-            self._source.take()  # a step was left out
+            self._source.take()  # skip batches of a step that was left out
         if self._source.next != key:
             return self._fetch.seeded(step, micro_batch)
         batch, seconds = self._source.take()
@@ -134,25 +137,29 @@ class Loader:
         return batch
 
     def _probe(self, key: Key | None, load: Threads | None) -> Load:
-        """Fetch `key` in this thread, and choose by what was seen."""
+        """Fetch `key` in this thread, and choose how to load by what that took."""
         if key is None:
             return load or Inline()
         began = time.perf_counter()
-        self._probed[key], drew = (self._fetch(*key), False) if self._fetch.bulk else self._fetch.fetch_and_detect(*key)
+        self._probed[key], rng_used = (
+            (self._fetch(*key), False) if self._fetch.bulk else self._fetch.fetch_and_detect(*key)
+        )
         seconds = time.perf_counter() - began
-        if drew and load:
+        if rng_used and load:
             problem = "the dataset draws random numbers, and a thread would share its generators with the training"
             raise InvalidInput("load", load, problem, "use Processes() or Inline()")
-        if drew:
+        if rng_used:
             _log.warning("the dataset draws random numbers: it is loaded inline; load=Processes() loads it ahead")
-        # The first fetch also pays for what is made once, so what it says of tensors in memory is too much.
+        # The first fetch includes one-time costs, so its duration is no measure for tensors in memory.
         small = self._fetch.bulk and sum(t.nbytes for t in self._probed[key]) < INLINE_BELOW_BYTES
-        return load or (Inline() if drew or small or seconds < INLINE_BELOW_SECONDS else Threads())
+        return load or (Inline() if rng_used or small or seconds < INLINE_BELOW_SECONDS else Threads())
 
 
 class _BatchSource(Protocol):
-    """Batches in a fixed order, fetched ahead; `next` is the key of the one that `take` returns, with the seconds that
-    fetching it took of what fetches."""
+    """Batches in a fixed order, fetched in advance.
+
+    `next` is the key of the batch that `take` returns, with the seconds that it took to fetch.
+    """
 
     @property
     def next(self) -> Key | None: ...
@@ -163,19 +170,19 @@ class _BatchSource(Protocol):
 
 def _source(load: Load, fetch: Fetch, keys: Iterator[Key], notice: Callable[[str], None]) -> _BatchSource:
     if isinstance(load, Threads):
-        return _Thread(fetch, keys, load.ahead)
+        return _ThreadSource(fetch, keys, load.ahead)
     if isinstance(load, Processes):
         return LoadingProcesses(fetch, keys, load, notice)
-    return _Nothing()
+    return _NoSource()
 
 
-class _Nothing:
-    """Nothing is fetched ahead."""
+class _NoSource:
+    """Fetches nothing in advance."""
 
     next: Key | None = None
 
     def take(self) -> Fetched:
-        raise LookupError("nothing is fetched ahead")
+        raise LookupError("nothing is fetched in advance")
 
     def stacks(self) -> list[str]:
         return []
@@ -184,8 +191,8 @@ class _Nothing:
         pass
 
 
-class _Thread:
-    """One background thread; the futures of the next micro-batches, in order."""
+class _ThreadSource:
+    """Fetches in one background thread; has the futures of the next micro-batches, in order."""
 
     def __init__(self, fetch: Fetch, keys: Iterator[Key], ahead: int) -> None:
         self._fetch, self._keys = fetch, keys
@@ -204,7 +211,7 @@ class _Thread:
         return future.result()
 
     def stacks(self) -> list[str]:
-        return []  # its thread is one of this process
+        return []  # its thread belongs to this process
 
     def close(self) -> None:
         self._futures.clear()

@@ -1,4 +1,4 @@
-"""Where the loading processes of a worker are in their code: asked by a signal, answered into memory."""
+"""Stack traces of a worker's loading processes, requested by a signal and returned in shared memory."""
 
 from __future__ import annotations
 
@@ -7,55 +7,57 @@ import faulthandler
 import os
 import signal
 import time
-from pathlib import Path
 
-ASK = signal.SIGUSR2
-_PID_BYTES = 8  # at the beginning of each process's memory
-_LOOKS, _LOOK_SECONDS = 20, 0.005  # an answer takes a fraction of the second
+from unisono.system.process import parent_pid
+
+REQUEST = signal.SIGUSR2
+_PID_BYTES = 8  # at the beginning of each file
+_POLLS, _POLL_SECONDS = 20, 0.005  # a response takes a fraction of the latter
 
 
 class LoaderStacks:
-    """Of `count` processes; made before they are forked.
+    """Stack traces of `count` processes; construct it before they are forked.
 
-    A process answers whatever it does, even if it is blocked in native code: the interpreter writes the lines of its
-    main thread in a signal handler, and goes on.
+    A process responds even if it is blocked in native code: the interpreter writes the stack of its main thread in a
+    signal handler, and continues.
     """
 
     def __init__(self, count: int) -> None:
         self._files = [os.memfd_create(f"stack of loader {number}") for number in range(count)]
 
     def register(self, number: int) -> None:
-        """Called in the process of that number: from now on it can be asked."""
-        faulthandler.register(ASK, file=self._files[number], all_threads=False)
-        os.pwrite(self._files[number], os.getpid().to_bytes(_PID_BYTES, "little"), 0)  # not before: it would die of it
+        """Make the calling process, of that number, respond to requests from now on."""
+        faulthandler.register(REQUEST, file=self._files[number], all_threads=False)
+        os.pwrite(
+            self._files[number], os.getpid().to_bytes(_PID_BYTES, "little"), 0
+        )  # last: before `register`, the signal would kill it
 
     def collect(self) -> list[str]:
-        """What each process that answers says, innermost line first; for any thread of the process that made this."""
-        asked = [file for file in self._files if self._ask(file)]
-        found = ["" for _ in asked]
-        for _ in range(_LOOKS):
-            time.sleep(_LOOK_SECONDS)
-            now = [self._read(file) for file in asked]
-            if now == found and all(now):
+        """The stacks of processes that respond, innermost line first; for any thread of the constructing process."""
+        requested = [file for file in self._files if self._request(file)]
+        stacks = ["" for _ in requested]
+        for _ in range(_POLLS):
+            time.sleep(_POLL_SECONDS)
+            latest = [self._read(file) for file in requested]
+            if latest == stacks and all(latest):
                 break
-            found = now
-        return [text for text in found if text]
+            stacks = latest
+        return [text for text in stacks if text]
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Close the files; no further requests."""
         files, self._files = self._files, []
         for file in files:
             os.close(file)
 
     @staticmethod
-    def _ask(file: int) -> bool:
+    def _request(file: int) -> bool:
         with contextlib.suppress(OSError, ValueError, IndexError):
             pid = int.from_bytes(os.pread(file, _PID_BYTES, 0), "little")
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if pid and parent == os.getpid():  # else it has ended, and another may have its number
+            if pid and parent_pid(pid) == os.getpid():  # otherwise it has exited, and its PID may be reused
                 os.ftruncate(file, _PID_BYTES)
-                os.lseek(file, _PID_BYTES, os.SEEK_SET)  # of both: the process has inherited it
-                os.kill(pid, ASK)
+                os.lseek(file, _PID_BYTES, os.SEEK_SET)  # the offset is shared with the forked process
+                os.kill(pid, REQUEST)
                 return True
         return False
 

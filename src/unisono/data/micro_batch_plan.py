@@ -1,4 +1,4 @@
-"""Which sample when: the fixed micro-batches of every step, as a function of the seed and the step alone."""
+"""The samples of every micro-batch, as a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from unisono.errors import InvalidInput
 class MicroBatchPlan:
     """Step *t* computes positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches.
 
-    Position *p* is the ``p % samples``-th of epoch ``p // samples``; each epoch has an order of its own, a
-    batch may lie across two epochs, and every epoch has every sample once.
+    Position *p* is the ``p % samples``-th of epoch ``p // samples``. Each epoch has another order and contains every
+    sample once; a batch may span two epochs.
 
     Args:
         samples: in the dataset.
         global_batch: samples of one step, *B*.
-        micro_batch: samples computed at once. Default: a quarter of `global_batch` where that is whole,
-            else its largest divisor below.
+        micro_batch: samples of one pass. Default: the largest divisor of `global_batch` up to a quarter of it.
         seed: of the order.
 
     Raises:
@@ -58,17 +57,17 @@ class MicroBatchPlan:
         return range(first, first + self.micro_batch)
 
     def indices(self, step: int, micro_batch: int) -> NDArray[np.int64]:
-        """The sample numbers at these positions, shape ``[micro_batch]``."""
+        """The sample indices at these positions, shape ``[micro_batch]``."""
         positions = self.positions(step, micro_batch)
         epochs = range(positions[0] // self.samples, positions[-1] // self.samples + 1)
         return np.concatenate([self._of_epoch(epoch, positions) for epoch in epochs])
 
     def steps_in(self, epochs: float) -> int:
-        """Whole steps in so many passes over the data, at least 1."""
+        """Whole steps in `epochs` passes over the data, at least 1."""
         return max(1, int(epochs * self.samples / self.global_batch + 1e-9))
 
     def left_out(self, epochs: float) -> str:
-        """One sentence on the samples that the steps in so many epochs do not reach; empty if there are none."""
+        """One sentence on samples that the whole steps in `epochs` do not reach; empty if there are none."""
         steps, wanted = self.steps_in(epochs), int(epochs * self.samples + 1e-9)
         used = steps * self.global_batch
         if used >= wanted:
@@ -89,13 +88,13 @@ class MicroBatchPlan:
         if last - first >= _BLOCK:
             return _order(self.samples, self.seed, epoch)(np.arange(first, last))
         blocks = [_block(self.samples, self.seed, epoch, n) for n in range(first // _BLOCK, (last - 1) // _BLOCK + 1)]
-        begun = first % _BLOCK
-        return (np.concatenate(blocks) if len(blocks) > 1 else blocks[0])[begun : begun + last - first]
+        skipped = first % _BLOCK
+        return (np.concatenate(blocks) if len(blocks) > 1 else blocks[0])[skipped : skipped + last - first]
 
 
 _BLOCK = 1024
-"""Positions that are computed at once. An array's fixed costs are those of some 1,000 positions: it is worth while as
-soon as a worker computes two of the micro-batches in it."""
+"""Positions that are computed together. The fixed cost of an array equals that of about 1,000 positions, so a block
+pays off as soon as a worker computes two of the micro-batches in it."""
 
 
 @lru_cache(maxsize=8)
@@ -109,7 +108,7 @@ def _order(samples: int, seed: int, epoch: int) -> Permutation:
 
 
 def default_micro_batch(global_batch: int) -> int:
-    """A quarter of `global_batch`, rounded down to the nearest divisor; 1 below 4."""
+    """The largest divisor of `global_batch` up to a quarter of it; 1 below 4."""
     return max(_divisors_up_to(global_batch, max(1, global_batch // 4)))
 
 

@@ -1,9 +1,9 @@
-"""A seeded order of any number of samples, computed per position: nothing is stored, any size starts at once.
+"""A seeded permutation of any number of samples, computed per position without storage.
 
 A balanced Feistel network on pairs of numbers below ``a = ceil(sqrt(size))`` is a bijection of
-``range(a * a)`` whatever its round function is (Luby & Rackoff 1988); walking its cycle until the value falls
-below `size` makes it one of ``range(size)`` (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
-The square is hardly larger than the size, so that hardly any position has to walk.
+``range(a * a)`` for any round function (Luby & Rackoff 1988). Cycle walking, which applies it again until the value is
+below `size`, makes it one of ``range(size)`` (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). The
+square is hardly larger than the size, so few positions need a second application.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Permutation:
-    """The order of `size` samples (1 to 2**62) in one epoch; called with positions, it gives samples."""
+    """The order of `size` samples (1 to 2**62) in one epoch; maps positions to samples."""
 
     size: int
     seed: int
@@ -38,21 +38,21 @@ class Permutation:
         Raises:
             ValueError: a position out of range.
         """
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.size):
-            raise ValueError(f"positions {asked.min()} to {asked.max()}: they must lie in range({self.size})")
-        values = self._shuffle(asked.astype(np.uint64).ravel())
+        requested = np.asarray(positions, dtype=np.int64)
+        if requested.size and (requested.min() < 0 or requested.max() >= self.size):
+            raise ValueError(f"positions {requested.min()} to {requested.max()}: they must be in range({self.size})")
+        values = self._shuffle(requested.astype(np.uint64).ravel())
         outside = np.flatnonzero(values >= self._size)
         while outside.size > _FEW:
-            walked = self._shuffle(values[outside])
-            values[outside] = walked
-            outside = outside[walked >= self._size]
-        for place in outside.tolist():
-            values[place] = self._walk(int(values[place]))
-        return values.astype(np.int64).reshape(asked.shape)
+            shuffled = self._shuffle(values[outside])
+            values[outside] = shuffled
+            outside = outside[shuffled >= self._size]
+        for index in outside.tolist():
+            values[index] = self._shuffle_into_range(int(values[index]))
+        return values.astype(np.int64).reshape(requested.shape)
 
-    def _walk(self, value: int) -> int:
-        """The same arithmetic, quicker for one value: along the cycle until it lies below `size`."""
+    def _shuffle_into_range(self, value: int) -> int:
+        """Cycle walking for a single value, with Python's integers, which are faster there."""
         side, keys = int(self._side), [int(key) for key in self._keys]
         while value >= self.size:
             left, right = divmod(value, side)
@@ -64,7 +64,7 @@ class Permutation:
         return value
 
     def _shuffle(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The Feistel network: ``left, right = right, (left + f(right)) % side``, so many rounds.
+        """The Feistel network: ``left, right = right, (left + f(right)) % side``, `_ROUNDS` times.
 
         f multiplies, folds the upper half onto the lower, multiplies again (words wrap) and keeps the upper
         44 bits, so that nothing wraps when `left` is added.
@@ -94,7 +94,7 @@ class Permutation:
         return [np.uint64(mix(self.seed, self.epoch, number)) for number in range(_ROUNDS)]
 
 
-_FEW = 4  # values for which Python's own integers are quicker than an array's fixed costs
+_FEW = 4  # up to so many values, Python's integers are faster than arrays
 _WORD, _HALF, _ROOM = (1 << 64) - 1, 32, 20
 _FACTORS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 _FOLD, _TOP = np.uint64(_HALF), np.uint64(_ROOM)

@@ -1,11 +1,11 @@
-"""Background processes that fetch micro-batches ahead of need. One that dies is replaced.
+"""Background processes that fetch micro-batches in advance. A process that exits is replaced.
 
-    worker                        loading process
-    ask(key)  ──── key ────────►  fetch.seeded(key), which writes down in shared memory at which sample it is
-    take()    ◄─── batch ───────  tensors travel through shared memory
-              ◄─── end of file ─  it died: another process is forked, and asked for all that was due again
+    worker                            loading process
+    request(key)  ──── key ────────►  fetch.seeded(key), which records the current sample in shared memory
+    take()        ◄─── batch ───────  tensors are sent through shared memory
+                  ◄─── end of file ─  it has exited: the worker forks another one, and requests pending keys again
 
-A micro-batch depends on nothing but seed, step and number, so that it is the same whichever process fetches it.
+A micro-batch depends only on seed, step and number, so it is equal whichever process fetches it.
 """
 
 from __future__ import annotations
@@ -36,130 +36,130 @@ from unisono.system.exit_status import exit_clause
 _FORK = multiprocessing.get_context("fork")
 _HERE = str(Path(__file__).parent)
 _END_SECONDS = 5.0
-_STARTING, _WAITING = -3, -2  # in place of the number of a sample
+_STARTING, _WAITING = -3, -2  # in place of the index of a sample
 _NOT_FETCHING = {_STARTING: "at its start", _WAITING: "while waiting for work"}
 _SHOWN = 8
-_BROKEN = EOFError, OSError, RuntimeError  # how a message fails to come whose sender has died
+_BROKEN = EOFError, OSError, RuntimeError  # errors of a message whose sender has exited
 
 
 class LoadingProcesses:
-    """`load.count` processes that fetch `keys` in turn, each `load.ahead` ahead of what was taken.
+    """`load.count` processes that fetch `keys` in turn, each up to `load.ahead` micro-batches in advance.
 
     Args:
-        notice: told one sentence for each process that died and was replaced.
+        notice: called with one sentence for each process that exited and was replaced.
     """
 
     def __init__(self, fetch: Fetch, keys: Iterator[Key], load: Processes, notice: Callable[[str], None]) -> None:
-        get_temp_dir()  # inherited: one that a process made for its sockets would be left behind when it is killed
+        get_temp_dir()  # inherited; a directory that a killed process had created for its sockets would remain
         self._keys = keys
         self._stacks = LoaderStacks(load.count)
-        self._places = [_Place(number, fetch, self._stacks, notice) for number in range(load.count)]
-        self._asked: deque[tuple[Key, _Place]] = deque()
-        self._turn = 0
+        self._slots = [_LoaderSlot(number, fetch, self._stacks, notice) for number in range(load.count)]
+        self._requested: deque[tuple[Key, _LoaderSlot]] = deque()
+        self._next_slot = 0
         for _ in range(load.count * load.ahead):
-            self._ask()
+            self._request()
 
     @property
     def next(self) -> Key | None:
-        """The key of the batch that `take` returns."""
-        return self._asked[0][0] if self._asked else None
+        """The key of the batch that `take` returns next."""
+        return self._requested[0][0] if self._requested else None
 
     def take(self) -> Fetched:
-        """The next batch, and its part of the seconds that fetching it took.
+        """The next batch, and the seconds that it took to fetch, divided by the number of processes.
 
         Raises:
-            Exception: what the dataset raised.
-            LoadingFailed: a process and its replacement died on the same sample.
+            Exception: of the dataset.
+            LoadingFailed: a process and its replacement exited on the same sample.
         """
-        _, place = self._asked.popleft()
-        self._ask()
-        batch, seconds = place.take()
-        return batch, seconds / len(self._places)
+        _, slot = self._requested.popleft()
+        self._request()
+        batch, seconds = slot.take()
+        return batch, seconds / len(self._slots)
 
     def stacks(self) -> list[str]:
-        """See `Stacks.collect`."""
+        """See `LoaderStacks.collect`."""
         return self._stacks.collect()
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        self._asked.clear()
-        places, self._places = self._places, []
-        for place in places:
-            place.ask_to_end()
-        for place in places:
-            place.end()
+        self._requested.clear()
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.request_end()
+        for slot in slots:
+            slot.end()
         self._stacks.close()
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         for key in islice(self._keys, 1):
-            place = self._places[self._turn % len(self._places)]
-            self._turn += 1
-            place.ask(key)
-            self._asked.append((key, place))
+            slot = self._slots[self._next_slot % len(self._slots)]
+            self._next_slot += 1
+            slot.request(key)
+            self._requested.append((key, slot))
 
 
-class _At(NamedTuple):
-    """What a process does: which sample of which micro-batch it fetches, or `ALL`, `_WAITING`, `_STARTING`."""
+class _Position(NamedTuple):
+    """The sample of a micro-batch that a process fetches; in place of the sample, `ALL`, `_WAITING` or `_STARTING`."""
 
     step: int
     micro_batch: int
     sample: int
 
 
-_START = _At(0, 0, _STARTING)
+_START = _Position(0, 0, _STARTING)
 
 
 class _Journal:
-    """What a process does, in memory that it shares with the worker; and whether it is asked to end."""
+    """The position of a process, and whether it shall end, in memory shared with the worker."""
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
         self.at = _START
 
     @property
-    def at(self) -> _At:
-        return _At(*self._words[:3])
+    def at(self) -> _Position:
+        return _Position(*self._words[:3])
 
     @at.setter
-    def at(self, at: _At) -> None:
+    def at(self, at: _Position) -> None:
         self._words[0], self._words[1], self._words[2] = at
 
-    def at_sample(self, sample: int) -> None:
+    def set_sample(self, sample: int) -> None:
         self._words[2] = sample
 
     @property
     def ending(self) -> bool:
         return bool(self._words[3])
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         self._words[3] = 1
 
 
-class _Place:
-    """One loading process, and after its death the next one. Batches come in the order in which they were asked for."""
+class _LoaderSlot:
+    """One loading process, and its replacement after it exits. Batches are returned in the order of requests."""
 
     def __init__(self, number: int, fetch: Fetch, stacks: LoaderStacks, notice: Callable[[str], None]) -> None:
         self._number, self._fetch, self._stacks, self._notice = number, fetch, stacks, notice
-        self._due: deque[Key] = deque()
-        self._deaths: dict[_At, str] = {}
+        self._pending: deque[Key] = deque()
+        self._failures: dict[_Position, str] = {}
         self._start()
 
-    def ask(self, key: Key) -> None:
-        self._due.append(key)
+    def request(self, key: Key) -> None:
+        self._pending.append(key)
         self._send(key)
 
     def take(self) -> Fetched:
-        """What was asked for first."""
+        """The batch that was requested first."""
         while (outcome := self._receive()) is None:
             self._replace()
-        self._due.popleft()
-        self._deaths.pop(_START, None)  # it does start
+        self._pending.popleft()
+        self._failures.pop(_START, None)  # the process does start
         if isinstance(outcome, RemoteException):
             raise outcome.rebuild()
         return outcome
 
-    def ask_to_end(self) -> None:
-        self._journal.ask_to_end()
+    def request_end(self) -> None:
+        self._journal.request_end()
         self._send(None)
 
     def end(self) -> None:
@@ -171,19 +171,19 @@ class _Place:
         self._journal = _Journal()
         self._connection, theirs = _FORK.Pipe()
         self._process = _FORK.Process(
-            target=_live, args=(self._number, self._fetch, self._journal, self._stacks, theirs, os.getpid()),
+            target=_run_loader, args=(self._number, self._fetch, self._journal, self._stacks, theirs, os.getpid()),
             daemon=True)  # fmt: skip
         self._process.start()
         theirs.close()
-        for key in self._due:
+        for key in self._pending:
             self._send(key)
 
     def _send(self, key: Key | None) -> None:
-        with suppress(OSError):  # it has died, as is seen once something of it is due
+        with suppress(OSError):  # it has exited, which `take` notices
             self._connection.send(key)
 
     def _receive(self) -> Fetched | RemoteException | None:
-        """The next outcome; None: the process has died."""
+        """The next outcome; None if the process has exited."""
         if self._connection not in wait([self._connection, self._process.sentinel]):
             return None
         try:
@@ -195,25 +195,25 @@ class _Place:
         return outcome
 
     def _replace(self) -> None:
-        """Start another process, unless two have died of the same work."""
+        """Start another process, unless two have exited on the same sample."""
         at, how = self._journal.at, self._how()
-        if at in self._deaths:
+        if at in self._failures:
             raise LoadingFailed(
-                f"every loading process dies {self._while(at)}: the first {self._deaths[at]}, the second {how}; "
+                f"every loading process exits {self._while(at)}: the first {self._failures[at]}, the second {how}; "
                 "correct the data or the code that loads it, or leave the sample out"
             )
         if at.sample != _WAITING:
-            self._deaths[at] = how
-        self._notice(f"loading process {self._number} {how} {self._while(at)}: another one takes its place")
+            self._failures[at] = how
+        self._notice(f"loading process {self._number} {how} {self._while(at)}: it is replaced")
         self._release()
         self._start()
 
     def _has_ended(self, within_seconds: float) -> bool:
-        """By its sentinel: code of the user's that waits for child processes may have taken its exit code."""
+        """Whether it has exited, by its sentinel, since user code may have waited for child processes."""
         return bool(wait([self._process.sentinel], within_seconds))
 
     def _how(self) -> str:
-        """How the process has ended."""
+        """How the process has exited, as text."""
         self._process.join()
         status = self._process.exitcode
         return "ended" if status is None else exit_clause(status)
@@ -221,10 +221,10 @@ class _Place:
     def _release(self) -> None:
         self._process.join()
         self._connection.close()
-        with suppress(ValueError):  # its exit code was taken
+        with suppress(ValueError):  # user code has waited for it
             self._process.close()
 
-    def _while(self, at: _At) -> str:
+    def _while(self, at: _Position) -> str:
         if at.sample in _NOT_FETCHING:
             return _NOT_FETCHING[at.sample]
         samples = self._fetch.samples(at.step, at.micro_batch)
@@ -233,31 +233,30 @@ class _Place:
         return f"while fetching {what} (step {at.step}, micro-batch {at.micro_batch})"
 
 
-def _live(
+def _run_loader(
     number: int, fetch: Fetch, journal: _Journal, stacks: LoaderStacks, connection: Connection, parent: int
 ) -> None:
-    """The life of a loading process."""
+    """Body of a loading process."""
     set_up_child(parent, f"loader {number}")
     stacks.register(number)
-    fetch.on_sample = journal.at_sample
+    fetch.on_sample = journal.set_sample
     messages: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     threading.Thread(target=_send_all, args=(connection, messages), daemon=True).start()
-    journal.at = _At(0, 0, _WAITING)
+    journal.at = _Position(0, 0, _WAITING)
     while (key := connection.recv()) is not None and not journal.ending:
-        journal.at = _At(key[0], key[1], ALL)
+        journal.at = _Position(key[0], key[1], ALL)
         messages.put(_message(fetch, key))
-        journal.at = _At(key[0], key[1], _WAITING)
+        journal.at = _Position(key[0], key[1], _WAITING)
 
 
 def _message(fetch: Fetch, key: Key) -> memoryview:
     try:
         return ForkingPickler.dumps(timed(fetch.seeded, key))
-    except Exception as error:  # of the dataset, or of a batch that cannot be pickled
+    except Exception as error:  # of the dataset, or since the batch cannot be pickled
         return ForkingPickler.dumps(RemoteException.of(error, below=_HERE))
 
 
 def _send_all(connection: Connection, messages: queue.SimpleQueue[memoryview]) -> None:
-    """In a thread of its own: a large message waits for the worker to take it, and the next batch is fetched
-    meanwhile."""
+    """Body of the sending thread: while a large message waits for the worker, the next batch is fetched."""
     while True:
         connection.send_bytes(messages.get())

@@ -1,6 +1,6 @@
-"""Random streams: every micro-batch of every step has its own, whoever computes it.
+"""Random streams, one per micro-batch, independent of the worker that computes it.
 
-Seeding belongs to the process: torch's default generators and Python's are set, and nothing else is kept.
+Seeding affects the process: it sets torch's default generators and Python's, and stores nothing else.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 
 def mix(*words: int) -> int:
-    """64 well-mixed bits of any integers, the same on every machine and in every version of Python."""
+    """A 64-bit hash of integers, equal on every machine and in every version of Python."""
     packed = b"".join(struct.pack("<Bq", 0, word) if -(2**63) <= word < 2**63 else _long(word) for word in words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def stream(seed: int, step: int, micro_batch: int, purpose: str) -> int:
-    """The 63-bit seed of one micro-batch's numbers for one purpose (``compute``, ``load``, ``init``…)."""
+    """The 63-bit seed of one micro-batch for one purpose (``compute``, ``load``, ``init``…)."""
     return mix(seed, step, micro_batch, int.from_bytes(purpose.encode(), "little")) >> 1
 
 
 def seed_compute(value: int) -> None:
-    """Seed what a forward pass draws from: torch's generators (CUDA's where it is in use) and Python's.
+    """Seed the generators of forward passes: torch's (CUDA's if it is in use) and Python's.
 
     Args:
         value: 0 to ``2**63 - 1``, from `stream`.
@@ -37,7 +37,7 @@ def seed_compute(value: int) -> None:
 
 
 def seed_load(value: int) -> None:
-    """Seed what a dataset draws from: all of `seed_compute`, and numpy's legacy generator."""
+    """Seed the generators of datasets: those of `seed_compute`, and numpy's legacy generator."""
     seed_compute(value)
     np.random.seed(np.array([value & 0xFFFFFFFF, value >> 32], dtype=np.uint32))
 

@@ -1,4 +1,4 @@
-"""An exception on its way from one process to another, with the lines that it came through."""
+"""Sends an exception to another process together with the lines of its traceback."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Line = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class RemoteException:
-    """What `of` took of an exception; can be pickled.
+    """An exception as a value that can be pickled.
 
     Args:
-        error: without a traceback; one of another class that says the same where it cannot be pickled.
-        notes: those that were added to it.
-        lines: of the code that it came through, outermost first.
-        cause, context, suppressed: as of any exception.
+        error: without a traceback; a RuntimeError with the same text if it cannot be pickled.
+        notes: that were added to it.
+        lines: of its traceback, outermost first.
+        cause, context, suppressed: those of the exception.
     """
 
     error: BaseException
@@ -32,8 +32,7 @@ class RemoteException:
 
     @staticmethod
     def of(error: BaseException, below: str = "") -> RemoteException:
-        """`error` as it is, without the lines that led to the code that raised it, of files whose path begins with
-        `below`."""
+        """`error` without the outermost lines of its traceback that are in files whose path begins with `below`."""
         lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
         while below and lines and lines[0][0].startswith(below):
             del lines[0]
@@ -42,7 +41,7 @@ class RemoteException:
         return RemoteException(_portable(error), notes, tuple(lines), cause, context, error.__suppress_context__)
 
     def rebuild(self) -> BaseException:
-        """The exception, to be raised here: its traceback goes on with the lines of the other process."""
+        """The exception, to be raised here; its traceback continues with the lines of the other process."""
         error = self.error.with_traceback(_trace(self.lines))
         if self.notes:
             error.__notes__ = list(self.notes)
@@ -61,12 +60,12 @@ def _portable(error: BaseException) -> BaseException:
 def _trace(lines: tuple[Line, ...]) -> TracebackType | None:
     trace: TracebackType | None = None
     for file, number, function in reversed(lines):
-        trace = TracebackType(trace, _frame(file, number, function), -1, number)  # -1: nothing to underline
+        trace = TracebackType(trace, _frame(file, number, function), -1, number)  # -1: no instruction to underline
     return trace
 
 
 def _frame(file: str, number: int, function: str) -> FrameType:
-    """A frame that claims to be on that line; the text of the line is looked up in the file."""
+    """A frame with that position; the text of the line is looked up in the file."""
     code = _own_frame.__code__.replace(co_filename=file, co_name=function, co_qualname=function, co_firstlineno=number)
     frame: FrameType = FunctionType(code, {"sys": sys})()
     return frame

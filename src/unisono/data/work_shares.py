@@ -1,8 +1,8 @@
-"""Workers that are not alike: who computes how many micro-batches of a step, so that all are done at the same time.
+"""Allocates micro-batches to workers of different speed, so that all finish a step at the same time.
 
-    paces, said with every step ─► Stock: medians over some steps ─► Shares.follow ─► from a later step on, other ranges
+    paces in control words ─► PaceHistory: medians over steps ─► MicroBatchAllocation.rebalance ─► from a later step on
 
-All workers hear the same numbers between the same two steps, so they come to the same shares without a message.
+All workers receive the same numbers between the same two steps, so they compute the same allocation without a message.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from statistics import median
 
 from unisono.data.load_modes import Inline, Load, Processes, Threads
 
-STOCK_STEPS = 12  # of which more than half have to say the same
-STOCK_SECONDS = 0.5  # however short steps are: what else runs on a machine comes and goes within some of these
-WORTH = 0.04  # of a step's time; less is not told from chance by that many steps
+HISTORY_STEPS = 12  # a median over them ignores outliers in fewer than half
+HISTORY_SECONDS = 0.5  # however short steps are: load by other programs varies within a few of these
+MIN_GAIN = 0.04  # of a step's time; smaller gains cannot be distinguished from noise with so few steps
 
 
 def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
-    """How many micro-batches each worker computes, at least one, so that the last is done soonest.
+    """The number of micro-batches of each worker, at least one, that minimizes the time of the slowest.
 
-    One after the other goes to whoever would be done with it first, which is optimal for equal jobs; ties to the lower
-    rank.
+    Each micro-batch goes to the worker that would complete it first, which is optimal for equal jobs. Ties go to the
+    lower rank.
 
     Args:
-        seconds: that each worker takes for one of them.
+        seconds: per micro-batch, of each worker.
 
     Raises:
         ValueError: more workers than micro-batches, or a time that is not finite and above 0.
@@ -45,107 +45,115 @@ def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
 
 
 def last_done(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds until all workers have computed their `counts` of micro-batches, at `seconds` each."""
+    """Seconds until all workers have computed `counts` micro-batches, at `seconds` each."""
     return max(count * each for count, each in zip(counts, seconds, strict=True))
 
 
 def slowness(seconds: Sequence[float]) -> list[float]:
-    """How many times as long as the others, by their median, each worker takes; of one worker, 1."""
+    """The time of each worker, divided by the median of the others; 1 for a single worker."""
     if len(seconds) == 1:
         return [1.0]
     return [each / median([*seconds[:worker], *seconds[worker + 1 :]]) for worker, each in enumerate(seconds)]
 
 
 def most_ahead(load: Load | None) -> int:
-    """How many micro-batches a worker fetches ahead at most; with None each chooses by itself."""
+    """The largest number of micro-batches that a worker fetches in advance; None: each worker chooses `load`."""
     if isinstance(load, Processes):
         return load.count * load.ahead
     return 0 if isinstance(load, Inline) else (load or Threads()).ahead
 
 
 class PaceHistory:
-    """Everybody's seconds per micro-batch: their medians, taken each time that enough steps were heard of."""
+    """Medians of the workers' seconds per micro-batch, over a number of steps."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self._heard: list[Sequence[float]] = []
+        self._paces: list[Sequence[float]] = []
         self._seconds = 0.0
 
     def add(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
-        """Of one step, in which a worker had so many at most; 0 from a worker that does not know. Returns the medians
-        when they are due."""
+        """Add the seconds per micro-batch of each worker in one step; returns the medians when there are enough.
+
+        Args:
+            paces: 0 for a worker without a measurement; then the step is ignored.
+            micro_batches: the largest number of one worker in the step.
+        """
         if all(0 < pace < math.inf for pace in paces):
-            self._heard.append(paces)
+            self._paces.append(paces)
             self._seconds += micro_batches * max(paces)
-        if len(self._heard) < STOCK_STEPS or self._seconds < STOCK_SECONDS:
+        if len(self._paces) < HISTORY_STEPS or self._seconds < HISTORY_SECONDS:
             return None
-        medians = [median(each) for each in zip(*self._heard, strict=True)]
+        medians = [median(each) for each in zip(*self._paces, strict=True)]
         self._begin()
         return medians
 
 
 class MicroBatchAllocation:
-    """The micro-batches of each worker, step by step: contiguous ranges, in the order of ranks.
+    """The micro-batches of each batch coordinate at every step: contiguous ranges in order.
 
     Args:
-        ranges: of the first steps, one for each lane of workers (see `unisono.layout.RankMesh`).
-        lane: this worker's.
-        speakers: a worker of each lane, to be named.
-        ahead: see `most_ahead`. Shares change from a step on of which no worker has fetched anything, so nothing is
-            fetched for nothing, or late.
+        ranges: of the first steps, one for each batch coordinate (see `unisono.layout.RankMesh`).
+        batch_index: the batch coordinate of this worker.
+        representatives: one worker of each batch coordinate, to be named in messages.
+        ahead: see `most_ahead`. An allocation changes from a step on of which no worker has fetched any batch, so that
+            no batch is fetched in vain, or late.
     """
 
-    def __init__(self, ranges: Sequence[range], lane: int, speakers: Sequence[int], ahead: int) -> None:
+    def __init__(self, ranges: Sequence[range], batch_index: int, representatives: Sequence[int], ahead: int) -> None:
         self._since = [(0, list(ranges))]
-        self._lane, self._speakers, self._ahead = lane, speakers, ahead
-        self._asked = -1
+        self._batch_index, self._representatives, self._ahead = batch_index, representatives, ahead
+        self._last_requested = -1
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, over all workers."""
+        """Micro-batches of a step, over all workers."""
         return self._since[-1][1][-1].stop
 
     @property
     def counts(self) -> list[int]:
-        """How many micro-batches each lane has, once the latest change holds."""
+        """The number of micro-batches of each batch coordinate after the latest change."""
         return [len(each) for each in self._since[-1][1]]
 
     @property
     def settled_from(self) -> int:
-        """The step from which on the latest change holds."""
+        """The first step of the latest change."""
         return self._since[-1][0]
 
     def mine(self, step: int) -> range:
-        """This worker's micro-batches of `step`."""
-        self._asked = max(self._asked, step)
-        return self._at(step)[self._lane]
+        """The micro-batches of this worker at `step`."""
+        self._last_requested = max(self._last_requested, step)
+        return self._at(step)[self._batch_index]
 
     def worker_of(self, step: int, micro_batch: int) -> int:
-        """Who computes `micro_batch` of `step`."""
-        return next(who for who, each in zip(self._speakers, self._at(step), strict=True) if micro_batch in each)
+        """A worker that computes `micro_batch` of `step`."""
+        return next(
+            rank for rank, each in zip(self._representatives, self._at(step), strict=True) if micro_batch in each
+        )
 
     def could_save(self, seconds: Sequence[float]) -> float:
-        """The part of a step's time that the best shares would save, where micro-batches take each lane `seconds`."""
+        """The fraction of a step's time that the best allocation would save, at `seconds` per micro-batch."""
         best = fastest_counts(self.micro_batches, seconds)
         return 1 - last_done(best, seconds) / last_done(self.counts, seconds)
 
     def rebalance(self, done: int, seconds: Sequence[float]) -> bool:
-        """After `done` steps: have the best shares soon, if they are worth a change. Returns whether there is one.
-        A change that does not hold yet is waited for first."""
-        if done < self.settled_from or self.could_save(seconds) < WORTH:
+        """After `done` steps, schedule the best allocation if it saves enough time; returns whether it does.
+
+        Does nothing until an earlier change has taken effect.
+        """
+        if done < self.settled_from or self.could_save(seconds) < MIN_GAIN:
             return False
         first = done + -(-self._ahead // min(self.counts))
-        assert first > self._asked, "what is fetched already changes no more"
+        assert first > self._last_requested, "no worker may have fetched batches of the first step"
         ends = list(accumulate(fastest_counts(self.micro_batches, seconds)))
         ranges = [range(start, end) for start, end in zip([0, *ends], ends)]
         self._since = [self._since[-1], (first, ranges)]
         return True
 
     def roll_back(self, step: int) -> None:
-        """Training goes on from `step`, which is not after the one that is under way; what was fetched is let go."""
-        self._asked = step - 1
+        """Continue from `step`, not after the current one; batches fetched in advance are discarded."""
+        self._last_requested = step - 1
 
     def _at(self, step: int) -> list[range]:
         first, ranges = self._since[-1]

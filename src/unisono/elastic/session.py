@@ -14,7 +14,17 @@ from typing import Protocol, Self
 
 import torch
 
-from unisono.comm import Abort, Communicator, Rendezvous, TorchWorld, for_attempt, host_name, in_blocks, open_store
+from unisono.comm import (
+    Abort,
+    Communicator,
+    Rendezvous,
+    Security,
+    TorchWorld,
+    for_attempt,
+    host_name,
+    in_blocks,
+    open_store,
+)
 from unisono.elastic.worker_context import Identity, Worker
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import Agent, CoordinatorAddress, StateVersion, View, WorkerAddress
@@ -241,9 +251,9 @@ class ElasticSession:
     def rendezvous(self, device: torch.device) -> Rendezvous:
         hosts = [place.host for place in self.view.addresses]
         url = for_attempt(self.view.addresses[0].rendezvous_url, self.view.number)
+        security = Security(self._contact.token, self._contact.uses_tls)
         self._rendezvous = Rendezvous(self.rank, hosts, url, self._communicator, device,
-                                   self._timeout_seconds, abort=self._abort, token=self._contact.token,
-                                   encrypted=self._contact.uses_tls)  # fmt: skip
+                                      self._timeout_seconds, abort=self._abort, security=security)  # fmt: skip
         return self._rendezvous
 
     def joined(self, step: int, digest: str) -> None:

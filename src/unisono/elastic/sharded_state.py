@@ -23,7 +23,7 @@ from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.state_transfer import Parts, Progress, committed_in, load_named_state, named_state
-from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, mean, transfer_tensors
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, mean, state_digest, transfer_tensors
 from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
@@ -53,7 +53,7 @@ class StateShard:
 
     def report(self) -> list[Any]:
         """The shard without the contents of its tensors, of JSON's kinds."""
-        digests = {} if self.replica is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
+        digests = {} if self.replica is None else {n: state_digest({n: x}, {}) for n, x in self.held.tensors.items()}
         return [self.meta, encode_shards(self.held.shards), digests]
 
     @property

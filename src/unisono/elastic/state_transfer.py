@@ -136,7 +136,9 @@ def receive_state(
     """
     sources = [view.members.index(source) for source in view.sources]
     tensors, numbers = named_state(model, optimizer, own) if own else ({}, {})
-    digests = {name: handover.digest({name: tensor}, {}) for name, tensor in tensors.items()} if local_steps else {}
+    digests = (
+        {name: handover.state_digest({name: tensor}, {}) for name, tensor in tensors.items()} if local_steps else {}
+    )
     if comm.rank == sources[0]:
         tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in (extra or {}).items()}
     here = handover.LocalTensors(tensors)
@@ -160,7 +162,7 @@ def receive_state(
 
 def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, local_steps: bool = False) -> str:
     """Digest of a named state; with local steps, of its replicated part."""
-    return handover.digest(*(replicated_part(tensors, numbers) if local_steps else (tensors, numbers)))
+    return handover.state_digest(*(replicated_part(tensors, numbers) if local_steps else (tensors, numbers)))
 
 
 _EXTRA = "beside/"

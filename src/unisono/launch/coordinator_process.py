@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,36 @@ from unisono.system.exit_status import exit_clause
 
 _START = (
     "import json, sys; options = json.load(sys.stdin); sys.path[:] = options.pop('path');"
-    "from unisono.launch.coordinator_process import serve; serve(**options)"
+    "from unisono.launch.coordinator_process import ServerOptions, serve; serve(ServerOptions(**options))"
 )
 _STOP_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _STABLE_SECONDS = 10.0  # a process that ran this long did not fail because of its start
 _BACKOFF = Backoff(first_seconds=0.1, factor=2.0, longest_seconds=5.0)
 _MAX_EXITS = 3  # with an error, in a row
 _LOG_BYTES = 2000  # read for an error message
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the coordinator's process needs, as JSON values; `CoordinatorProcess` has the meanings.
+
+    Args:
+        launcher: pid of the parent process.
+        name: first word of the process's name in ``ps``.
+        descriptor: of the listening socket.
+        policy, state, token, log, place: as of `CoordinatorProcess`.
+        pause_seconds: time to wait before the start.
+    """
+
+    launcher: int
+    name: str
+    descriptor: int
+    policy: Mapping[str, Any]
+    state: str
+    token: str
+    log: str
+    place: Mapping[str, Any]
+    pause_seconds: float
 
 
 class CoordinatorProcess:
@@ -145,23 +168,21 @@ class CoordinatorProcess:
         return "its log is empty"
 
 
-def serve(
-    path: str = "", *, launcher: int, name: str, descriptor: int, policy: Mapping[str, Any], state: str, token: str,
-    log: str, place: Mapping[str, Any], pause_seconds: float,
-) -> None:  # fmt: skip
+def serve(options: ServerOptions) -> None:
     """Run the coordinator in this process until it is asked to end."""
-    process.exit_with_parent(launcher)
-    _redirect_output(log)
+    process.exit_with_parent(options.launcher)
+    _redirect_output(options.log)
     from setproctitle import setproctitle
 
     from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
 
-    setproctitle(f"{name} coordinator")
-    time.sleep(pause_seconds)
+    setproctitle(f"{options.name} coordinator")
+    time.sleep(options.pause_seconds)
+    place, policy = options.place, Policy(**options.policy)
     certificate, key = (Path(place[kind]) if place[kind] else None for kind in ("certificate", "key"))
     endpoint = Endpoint(place["host"], certificate=certificate, key=key)
-    listener = socket.socket(fileno=descriptor)
-    CoordinatorServer(endpoint, Policy(**policy), Path(state), token, _print, listener).run()
+    listener = socket.socket(fileno=options.descriptor)
+    CoordinatorServer(endpoint, policy, Path(options.state), options.token, _print, listener).run()
     os._exit(0)  # all decisions are on disk, and a regular exit would only delay the launcher
 
 
@@ -172,8 +193,8 @@ def _redirect_output(log: str) -> None:
     os.close(descriptor)
 
 
-def _print(words: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)
+def _print(text: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
 
 
 def _exit_clause(status: int) -> str:

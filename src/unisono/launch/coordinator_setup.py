@@ -44,7 +44,7 @@ def coordinator_for(
     Args:
         policy: of a coordinator that is started here.
         spec: without ``meets_at``, which is added here.
-        on_notice: called with sentences about the coordinator.
+        on_notice: called with sentences for the user.
         logs: directory for its log; default: ``logs`` in `run`.
         independent_exit: see `ElasticOptions`.
 

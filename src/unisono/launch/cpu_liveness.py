@@ -25,9 +25,9 @@ _MIN_DEMAND = 0.5  # part of the time
 
 
 def cpu_demand_seconds(pid: int) -> dict[int, float]:
-    """Seconds for which each thread of a process has been running or runnable so far, by thread id.
+    """Seconds for which each thread of a process has been running or runnable.
 
-    Empty where the kernel does not report them (Linux does, see Documentation/scheduler/sched-stats.rst).
+    By thread id; empty where the kernel does not report them (Linux does, see Documentation/scheduler/sched-stats.rst).
     """
     seconds = {}
     with contextlib.suppress(OSError):  # the process has exited

@@ -70,10 +70,10 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure], exits: Mapping[int, str] = MappingProxyType({})) -> Failure:
-    """The earliest failure that is no consequence of another, or the earliest of all if every one is.
+    """The earliest failure that is no consequence of another.
 
-    In the second case the reason also names the line at which each worker was, and the earlier `exits` (rank: how),
-    which are the probable cause.
+    If every one is, the earliest of all. Its reason then also names the line at which each worker was, and the earlier
+    `exits` (rank: how), which are the probable cause.
     """
     known = list(failures)
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))

@@ -36,7 +36,7 @@ class LaunchOptions:
         stop_seconds: time that workers have to reach a step boundary after Ctrl-C, SIGTERM or SIGHUP, before they are
             killed. A second SIGINT or SIGTERM kills them at once.
         debug_rank: the worker that reads from the launcher's standard input, and whose ``breakpoint()`` has its
-            terminal. Default: a worker that is the only one.
+            terminal. Default: 0 if it is the only worker.
     """
 
     logs: Path

@@ -67,7 +67,9 @@ class RestartPolicy(Protocol):
         """Whether `results` are all that the run needs."""
 
     def incomplete_reason(self, results: Sequence[Any]) -> str:
-        """Why the run is incomplete although all workers have exited and none has failed; empty if it is complete.
+        """Why the run is incomplete, although no worker has failed; empty if it is complete.
+
+        Called when all workers have exited.
 
         Raises:
             RunFailed: the others continue a training loop that a worker has left.
@@ -228,7 +230,7 @@ class RestartFailed:
         self._step_count = StepCount(count.taken, max(count.furthest, self._step_count.furthest))
 
     def _exceeded_limit(self, slot: int) -> Failure | None:
-        """The failure of the run, if too many workers have failed in a row; None if a replacement is started."""
+        """The failure of the run, if too many workers have failed in a row."""
         if self._find_exceeded(slot) is None:
             return None
         self._update_steps(self._observer.fetch_step_count())  # the known count may be some seconds old

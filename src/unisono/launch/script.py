@@ -105,7 +105,10 @@ def run_script(
 
 
 def _report_exit(worker: WorkerContext, text: str) -> None:
-    """Report that the script has exited; the launcher decides by the others' next steps whether the run is over."""
+    """Report that the script has exited.
+
+    The launcher sees from the next steps of the others whether the run is over.
+    """
     worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
 
 
@@ -141,7 +144,10 @@ class ElasticContext:
 
 
 def take_elastic_context() -> ElasticContext | None:
-    """The context of this process, once: later calls return None, as a process takes part in one run only."""
+    """Return the context of this process; a second call returns None.
+
+    A process takes part in one run only.
+    """
     context = _ELASTIC_CONTEXT.get()
     _ELASTIC_CONTEXT.set(None)
     return context

@@ -218,7 +218,7 @@ class WorkerSupervisor:
             self._handle_unreported_exit(worker, status)
 
     def _handle_unreported_exit(self, worker: WorkerHandle, status: int) -> None:
-        """Act on the exit of a worker that has reported no failure and was not asked to stop."""
+        """Handle the exit of a worker that has neither reported a failure nor been signalled."""
         failure = Failure(worker.rank, time.monotonic(), describe_exit(status))
         succeeded = worker.returned and status == 0
         if self._phase is _SupervisorPhase.RUNNING:

@@ -23,7 +23,10 @@ _POLL_SECONDS = 0.2
 
 
 def terminal_descriptors() -> list[int]:
-    """Descriptors of the launcher's input, and of an output, a terminal if possible; empty if it has no input."""
+    """Descriptors of the launcher's input and output; empty if it has no input.
+
+    The output is a terminal, if one of its output streams is.
+    """
     try:
         os.fstat(0)
     except OSError:

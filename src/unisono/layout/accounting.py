@@ -1,4 +1,4 @@
-"""What a forward pass keeps for backward, and what both send: counted while they run, with numbers or without."""
+"""Counts activations saved for backward and collective messages while a step runs, with or without real tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True, order=True)
 class CollectiveCall:
-    """A message that all of `ranks` take part in.
+    """One message among `ranks`.
 
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast``, ``send`` or
-            ``exchange``, of boxes that an optimizer needs whole.
-        ranks: of the workers among whom it goes, this one included; of a send, who takes it is not told.
-        bytes: of the whole tensor; of a gather or scatter, all members' parts together; of an all-to-all and an
-            exchange, what is for others.
+            ``exchange`` (boxes of tensors that an optimizer needs whole).
+        ranks: the ranks of the group, including this one. The receiver of a send is not recorded.
+        bytes: of the whole tensor. Of a gather or scatter, all ranks' parts together; of an all-to-all and an exchange,
+            the bytes for other ranks.
     """
 
     kind: str
@@ -35,8 +35,8 @@ class CollectiveCall:
     bytes: int
 
     def sent(self, backend: str) -> float:
-        """Bytes that leave a member: by a ring for sums, gathers and scatters (Patarasuk & Yuan 2009), as NCCL and gloo
-        have them; but gloo makes a reduce-scatter of an all-reduce."""
+        """Bytes that one rank sends: by a ring for sums, gathers and scatters (Patarasuk & Yuan 2009), as in NCCL and
+        gloo. gloo implements reduce-scatter as all-reduce."""
         n = len(self.ranks)
         around = (n - 1) / n
         passes = {"send": 1.0, "all-to-all": 1.0, "exchange": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
@@ -46,8 +46,8 @@ class CollectiveCall:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While it is on, every message of this thread and of its backward passes is counted in `seen`. Tensors without
-    numbers are sent nowhere."""
+    """While active, counts every message of this thread and of its backward passes in `seen`. Fake tensors are not
+    sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_KINDS = {  # the kind of each operator, and which of its arguments is what travels
+_KINDS = {  # the kind of each operator, and the index of the argument that is sent
     "allreduce_": ("all-reduce", 0),
     "all_reduce": ("all-reduce", 0),
     "all_reduce_": ("all-reduce", 0),
@@ -83,11 +83,11 @@ _KINDS = {  # the kind of each operator, and which of its arguments is what trav
     "broadcast": ("broadcast", 0),
     "send": ("send", 0),
 }
-_PER_RANK = ("allgather_", "all_gather_into_tensor")  # of which one member's part is counted
+_PER_RANK = ("allgather_", "all_gather_into_tensor")  # whose argument is one rank's part
 
 
 def _byte_factor(name: str, args: Any, ranks: tuple[int, ...]) -> float:
-    """What to multiply the bytes of the argument that travels with."""
+    """The factor from the bytes of the argument to `CollectiveCall.bytes`."""
     if name in _PER_RANK:
         return float(len(ranks))
     if name == "all_to_all_single" and sum(args[2]):
@@ -97,29 +97,29 @@ def _byte_factor(name: str, args: Any, ranks: tuple[int, ...]) -> float:
 
 
 def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The group among an operator's arguments, which is a name or a boxed object."""
+    """The ranks of the group among an operator's arguments, which is a name or a boxed object."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in _REDUCE_OPS:
             named: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
             return tuple(dist.get_process_group_ranks(named(argument)))
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
-    raise AssertionError("a message without a group")
+    raise AssertionError("a collective without a group")
 
 
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
 def _call_on_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` called with nothing in place of tensors without numbers, of which its result has the first again."""
+    """`func` called with empty tensors in place of fake ones; its result refers to the fake ones again."""
     blanks: dict[int, tuple[Tensor, Tensor]] = {}
 
     def blank(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        stand_in = torch.empty(0)
-        blanks[id(stand_in)] = (stand_in, value)
-        return stand_in
+        empty = torch.empty(0)
+        blanks[id(empty)] = (empty, value)
+        return empty
 
     with _disable_current_modes():
         result = func(*tree_map(blank, args), **tree_map(blank, kwargs))
@@ -128,11 +128,10 @@ def _call_on_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class SavedTensors:
-    """What autograd keeps: memory, each piece once, without parameters and buffers.
+    """Bytes that autograd saves: each storage once, without parameters and buffers.
 
     Attributes:
-        gathered: bytes of the parameters that a sharded module had whole when it was called, but for those of sharded
-            modules in it.
+        gathered: for each sharded module, the bytes of parameters that were unsharded when it was called.
     """
 
     gathered: dict[nn.Module, int] = field(default_factory=dict)
@@ -141,12 +140,12 @@ class SavedTensors:
 
     @property
     def bytes(self) -> int:
-        """Kept so far."""
+        """Bytes saved so far."""
         return sum(size for number, (_, size) in self._storages.items() if number not in self._weights)
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Forward passes of `model` inside are counted."""
+        """A context that counts the forward passes of `model`."""
         with ExitStack() as stack:
             for module in model.modules():
                 stack.callback(module.register_forward_pre_hook(self._record_parameters).remove)

@@ -1,9 +1,7 @@
-"""Activations that are computed once more in backward instead of kept (Chen et al. 2016, "Training deep nets with
-sublinear memory cost"), on torch's own checkpoints.
+"""Activation checkpointing (Chen et al. 2016, "Training deep nets with sublinear memory cost"), on torch's checkpoints.
 
-A block keeps what it is given, and its forward pass runs again when its gradients are due: with the random numbers that
-it drew and the buffers that it found, which then stay as they are. No module is put around it, so that names of
-parameters and hooks are what they were.
+A block saves its inputs, and backward runs its forward pass again: with the random numbers that it drew and the buffers
+that it read, which then stay unchanged. No module wraps the block, so names of parameters and hooks do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch.utils.checkpoint import (
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# What takes long for the bytes that it leaves: products of matrices, attention, and what comes from other workers.
+# Expensive per byte of output: products of matrices, attention, and collectives.
 _SAVED = {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -36,8 +34,8 @@ _SAVED = {
 
 
 def checkpoint_block(block: nn.Module, kind: str) -> None:
-    """From now on `block` computes its activations again in backward: all for ``blocks``, for ``selective`` all but
-    those that take long."""
+    """Make `block` recompute its activations in backward: ``blocks`` all of them, ``selective`` all but the expensive
+    ones."""
     make = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else noop_context_fn
     before, contexts = block.forward, partial(_with_buffers, block, make)
 
@@ -49,8 +47,8 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
 
 
 def _policy(_: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether what `operator` has computed is kept. Where it drew random numbers it runs again, or all that comes after
-    it would draw others."""
+    """Whether the output of `operator` is saved. An operator that draws random numbers is always recomputed, as
+    otherwise all later draws would differ."""
     kept = operator._schema.name.rpartition(":")[2] in _SAVED.get(getattr(operator, "namespace", ""), ())
     kept = kept and not _dropout_p(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -68,8 +66,8 @@ def _with_buffers(block: nn.Module, make: Callable[[], Contexts]) -> Contexts:
 
 
 class _Buffers:
-    """The buffers of a block. Those that its forward pass writes into are for the second one what they were for the
-    first, and what it writes is dropped."""
+    """The buffers of a block. Recomputation reads the values that the forward pass read, and its own writes are
+    discarded."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -90,7 +88,7 @@ class _Buffers:
         self._written = [
             (m._buffers, name, value)
             for m, name, buffer, version, value in self._before
-            # Batch normalisation writes without telling the tensor.
+            # Batch normalization writes without a new version of the tensor.
             if isinstance(m, _NormBase) or m._buffers.get(name) is not buffer or buffer._version != version
         ]
         self._before = []
@@ -117,7 +115,7 @@ class _Callbacks:
 
 
 class _Nested:
-    """Two contexts as one, to be entered as often as they can be."""
+    """Two nested contexts as one, which can be entered as often as they can."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner

@@ -1,15 +1,15 @@
-"""Passes through a sharded model, in which every worker takes each block once and in one order, whatever it computes.
+"""Forward and backward passes in which every rank takes each sharded block once and in the same order.
 
-Workers gather a block's parameters together and sum its gradients together, so none of them may leave a block out. A
-worker whose code does not call a block (a layer that is dropped at random, an expert that none of its tokens chose)
-passes it: it gathers the parameters and computes nothing.
+Ranks gather a block's parameters collectively and sum its gradients collectively, so no rank may leave a block out. A
+rank whose code does not call a block (a layer dropped at random, an expert that none of its tokens chose) skips it: it
+gathers the parameters and computes nothing.
 
-    forward    a zero ─► embedding ─► block 0 ─► block 1, passed ─► block 2 ─► head ─► + loss
-    backward              fill ◄────── fill ◄────── fill ◄──────────  fill ◄──────────────┘
+    forward    a zero ─► embedding ─► block 0 ─► block 1, skipped ─► block 2 ─► head ─► + loss
+    backward              fill ◄────── fill ◄────── fill ◄───────────  fill ◄─────────────┘
 
-A scalar zero goes through all of them beside the activations and is added to the loss. So backward comes to every
-block, in the reverse of that order; and where it leaves one, the parameters that got no gradient are given zeros, so
-that all workers sum equally many numbers.
+A scalar zero passes through all blocks next to the activations and is added to the loss. So backward reaches every
+block, in reverse order. After each block, its parameters without a gradient get zeros, so that all ranks sum tensors of
+the same size.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from unisono.errors import InvalidInput
 from unisono.layout.call_agreement import gather_all
 
 ExchangeGroups = Callable[[nn.Module], Sequence[dist.ProcessGroup]]
-_ZERO = "_zero"  # the keyword under which it passes through torch's own hooks
+_ZERO = "_zero"  # the keyword that carries the zero through torch's hooks
 _CURE = "call it once in every pass, or keep it outside of ModuleList and Sequential"
 
 
 @dataclass
 class BlockGradients:
-    """Which parameters of a sharded module got gradients on this worker since `clear`.
+    """Which parameters of a sharded module got gradients on this rank since `clear`.
 
     Args:
-        places: of each, its name, and the module and attribute where it is found, gathered or not.
+        slots: for each parameter its name, and the module and attribute that hold it, sharded or not.
     """
 
     slots: Sequence[tuple[str, nn.Module, str]]
@@ -46,7 +46,7 @@ class BlockGradients:
     _filled: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Backward is through with the module: give zeros to parameters without a gradient."""
+        """Called after the module's backward: give zeros to parameters without a gradient."""
         for name, module, attribute in self.slots:
             parameter = module._parameters[attribute]
             if parameter is None or not parameter.requires_grad:
@@ -58,7 +58,7 @@ class BlockGradients:
                 self.used.add(name)
 
     def clear(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         self.used.clear()
         self._filled.clear()
 
@@ -73,13 +73,13 @@ def _in_backward() -> bool:
 
 
 def _version(tensor: Any) -> int:
-    """Counts what was written into `tensor`, or into what this worker has of it."""
+    """The number of in-place writes to `tensor`, or to this rank's part of it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local._version
 
 
 class _Fill(torch.autograd.Function):
-    """The same zero; where backward comes by, `gradients` are filled."""
+    """The identity on the zero; its backward fills `gradients`."""
 
     @staticmethod
     def forward(ctx: Any, zero: Tensor, gradients: BlockGradients) -> Tensor:
@@ -93,7 +93,7 @@ class _Fill(torch.autograd.Function):
 
 
 class _OutputAndZero(NamedTuple):
-    """What a module returns, and the zero beside it."""
+    """A module's output, and the zero that accompanies it."""
 
     value: Any
     zero: Tensor | None
@@ -101,21 +101,22 @@ class _OutputAndZero(NamedTuple):
 
 @dataclass
 class _ForwardPass:
-    """A forward pass under way: the zero, if there is to be a backward pass, and how many blocks it has taken."""
+    """A forward pass in progress: the zero, None if there will be no backward pass, and the index of the next block."""
 
     zero: Tensor | None
     next_block: int = 0
 
 
 class AlignedCalls:
-    """The passes of one worker through `root`, whose blocks and itself are then sharded inside `hooked`.
+    """The passes of one rank through `root`. Its blocks and itself must be sharded within `hooks_around`.
 
     Args:
-        layout: what the user asked for.
-        order: the names of the blocks and the blocks.
-        gradients: of each of them, and of `root`.
-        device: where passes are computed.
-        together: groups whose workers also talk inside of a block, and so must all compute it or none of them.
+        layout: the user's layout, for messages.
+        order: names and modules of the blocks, in order.
+        gradients: those of each block, and of `root`.
+        device: the device that computes.
+        exchange_groups: for a block, the groups whose ranks also communicate inside it. Either all of their ranks call
+            it or none.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class AlignedCalls:
 
     @contextmanager
     def hooks_around(self, module: nn.Module) -> Iterator[None]:
-        """Inside, `module` is sharded. The zero is an argument and a result for torch's hooks alone, not for those of
-        the user, which run before the last and after the first of these four."""
+        """A context in which `module` is to be sharded. The zero is an argument and a result for torch's hooks only.
+        User hooks run before the last and after the first of these four."""
         module.register_forward_pre_hook(self._after_unshard, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._before_reshard)
         yield
@@ -146,17 +147,19 @@ class AlignedCalls:
         if module is not self._root:
             block: Any = module
             block.forward_skipped = partial(self._with_fill, module)
-            register_fsdp_forward_method(module, "pass_by")
+            register_fsdp_forward_method(module, "forward_skipped")
 
     def connect(self, value: Tensor) -> Tensor:
-        """`value`, from whose backward pass that of every block is reached."""
+        """`value`, whose backward pass reaches every block."""
         zero, self._zero = self._zero, None
         return value if zero is None else value + zero.to(value.dtype)
 
     def _before_unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is self._root and not _in_backward():
-            learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-            self._pass = _ForwardPass(torch.zeros((), device=self._device, requires_grad=True) if learns else None)
+            requires_grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+            self._pass = _ForwardPass(
+                torch.zeros((), device=self._device, requires_grad=True) if requires_grad else None
+            )
         now = self._current_pass()
         if now is None:
             return None
@@ -191,12 +194,12 @@ class AlignedCalls:
         return output.value if getattr(module, "is_last", True) else self._stage_outputs(output.value)
 
     def _stage_outputs(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What a stage of a pipeline sends on: no loss is computed of it here."""
+        """The values that a pipeline stage sends on, connected to its blocks: this rank computes no loss of them."""
         first = next((place for place, value in enumerate(values) if value.requires_grad), None)
         return tuple(self.connect(value) if place == first else value for place, value in enumerate(values))
 
     def _current_pass(self) -> _ForwardPass | None:
-        """The forward pass under way. Where activations are computed again in backward, there is none."""
+        """The forward pass in progress; None while activations are recomputed in backward."""
         return None if _in_backward() else self._pass
 
     def _call_block(self, now: _ForwardPass, block: nn.Module) -> None:
@@ -206,8 +209,8 @@ class AlignedCalls:
             before = self._order[now.next_block - 1][0]
             problem = f"{name} is called twice" if before == name else f"{name} is called after {before}"
             raise InvalidInput(
-                "layout", self._layout, f"{problem} in a forward pass, and not so on the first samples, so workers "
-                "cannot gather its parameters at the same moment", _CURE)  # fmt: skip
+                "layout", self._layout, f"{problem} in a forward pass, but was not on the first samples, so workers "
+                "cannot gather its parameters together", _CURE)  # fmt: skip
         self._skip_until(now, place)
         self._check_agreement(place, called=True)
         now.next_block = place + 1
@@ -216,7 +219,7 @@ class AlignedCalls:
         for skipped in range(now.next_block, place):
             self._check_agreement(skipped, called=False)
             block: Any = self._order[skipped][1]
-            with torch.set_grad_enabled(now.zero is not None):  # also where the user computes without
+            with torch.set_grad_enabled(now.zero is not None):  # even if the user's code disables gradients
                 now.zero = block.forward_skipped(now.zero)
         now.next_block = max(now.next_block, place)
 
@@ -226,10 +229,10 @@ class AlignedCalls:
     def _check_agreement(self, place: int, *, called: bool) -> None:
         for group in self._exchange_groups(self._order[place][1]):
             mine = torch.tensor([float(called)], device=self._device)
-            everybody = gather_all(mine, group)
-            if everybody is not None and everybody.min() != everybody.max():
+            gathered = gather_all(mine, group)
+            if gathered is not None and gathered.min() != gathered.max():
                 raise self._mismatch(
-                    self._order[place][0], everybody.flatten().tolist(), dist.get_process_group_ranks(group)
+                    self._order[place][0], gathered.flatten().tolist(), dist.get_process_group_ranks(group)
                 )
 
     def _mismatch(self, name: str, called: Sequence[float], ranks: Sequence[int]) -> InvalidInput:

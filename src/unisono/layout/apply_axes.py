@@ -1,4 +1,4 @@
-"""A model changed in place, axis by axis, so that this worker computes its part."""
+"""Changes a model in place, axis by axis, so that this worker computes its part."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ LOG = logging.getLogger("unisono")
 
 @dataclass(frozen=True)
 class AppliedAxes:
-    """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, what of all
-    this is whole for a while, and the names of what is to get sparse gradients."""
+    """This worker's part of a model after all axes were applied.
+
+    Attributes:
+        model: this worker's module, or its stages.
+        pipeline: None without one.
+        split_names: names of the parameters that are split over the tensor axis.
+        unsharding: of its sharded parameters.
+        sparse: names of parameters whose optimizer gets sparse gradients.
+    """
 
     model: nn.Module
     pipeline: Pipeline | None
@@ -43,13 +50,15 @@ class AppliedAxes:
     sparse: frozenset[str]
 
     def local_model(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> LocalModel:
-        """Once the numbers are to come, or there."""
+        """The `LocalModel`; to be called once parameters have memory, or will get it in place."""
         leaves = _leaves(self.model, self.pipeline)
         counted = set(self.pipeline.counted_names()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
             counted &= set(self.split_names)
         if any(mesh.get_local_rank(axis) for axis in ("shard", "expert", "context")):
-            counted &= {name for name, leaf in leaves.items() if isinstance(leaf, DTensor)}  # the others are whole
+            counted &= {
+                name for name, leaf in leaves.items() if isinstance(leaf, DTensor)
+            }  # all others are whole on every rank
         if mesh.get_local_rank("replicate") != 0:
             counted = set()
         buffers = dict(self.model.named_buffers())
@@ -63,13 +72,13 @@ class AppliedAxes:
 def apply_axes(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: BlockOptions, *, measured: bool = True
 ) -> AppliedAxes:
-    """Change `model` in place.
+    """Collective: change `model` in place.
 
     Args:
-        measured: whether stages of a pipeline are cut by the time that they take.
+        measured: whether stages of a pipeline are balanced by measured time.
 
     Raises:
-        InvalidInput: the model does not allow it; names what, and what to do.
+        InvalidInput: the model does not allow the layout; names the obstacle and a remedy.
     """
     sparse = dense(model)
     mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
@@ -84,7 +93,7 @@ def apply_axes(
         compute.check(model)
         prepared = set(blocks(model))
         pipeline = build_pipeline(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
-    # A stage stays the module that it is: what is replaced lies within.
+    # `compute.change` keeps a stage's own module, and replaces only modules inside it.
     pieces = [compute.change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
     here = nn.ModuleList(pieces) if pipeline else pieces[0]
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
@@ -101,9 +110,9 @@ def _traced_calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceM
     check_calls(found, names, str(layout), _axis_groups(row), torch.device(row.device_type))
     if row.get_rank() == 0:
         for block, why in found.used_outside.items():
-            LOG.info("%s is gathered with what is outside of blocks, for a whole step: %s", names[block], why)
+            LOG.info("%s is gathered with the modules outside of blocks, for a whole step: %s", names[block], why)
         if found.may_vary:
-            LOG.info("numbers may decide which blocks are called: every worker gathers all of them in every pass")
+            LOG.info("which blocks are called may depend on data: every worker gathers all of them in every pass")
     return found
 
 
@@ -119,18 +128,18 @@ def _shard_models(
 ) -> FsdpUnsharding:
     bf16 = compute.precision == "bf16_parameters"
     if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
-        LOG.info("nothing is offloaded: the device is a CPU, and all lies in its memory")
-    # Gradients of experts are of all the expert axis' micro-batches already. Over one worker they are not sharded: most
-    # of a model would be copied in every pass.
+        LOG.info("nothing is offloaded: the device is a CPU")
+    # Gradients of experts already cover all micro-batches of the expert axis. Over one worker experts are not sharded:
+    # that would copy most of a model in every pass.
     rest = _sharding_mesh(layout, mesh, "shard", "context")
     for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
         shard_model(module, rest, (), layout, bf16=bf16, last=False)
     apart = {p for module in experts for p in module.parameters()}
     repeated = [block for block in found.order if block not in found.used_outside]
-    together = partial(_exchange_groups, layout, mesh, row, set(experts))
+    groups_of = partial(_exchange_groups, layout, mesh, row, set(experts))
     passes = [
         shard_model(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
-              may_vary=found.may_vary, exchange_groups=together)
+              exchange_groups=groups_of if found.may_vary else None)
         for piece in pieces
     ]  # fmt: skip
     if pipeline:
@@ -141,25 +150,25 @@ def _shard_models(
 def _exchange_groups(
     layout: Layout, mesh: DeviceMesh, row: DeviceMesh, experts: Collection[nn.Module], block: nn.Module
 ) -> list[dist.ProcessGroup]:
-    """The groups whose workers exchange more than parameters in `block`."""
+    """The groups whose workers exchange more than parameters within `block`."""
     found = [mesh["context"].get_group()] if layout.context > 1 else []
     if any(module in experts for module in block.modules()):
         found.append(mesh["expert"].get_group())
-    if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # a synchronized normalisation
+    if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # synchronized batch normalization
         found += _axis_groups(row)
     return found
 
 
 def _sharding_mesh(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The workers that differ on these axes as one row, those whose gradients add up; in as many rows as there are
-    copies of them."""
+    """The workers whose gradients are summed: those that differ on `axes` as one dimension, after one for
+    ``replicate``."""
     wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     row = mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
 
 
 def _axis_groups(row: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Of the axes of `row` on which this worker has company."""
+    """The process groups of the dimensions of `row` with more than one worker."""
     return [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
 
 
@@ -168,7 +177,7 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 
 
 def _plan(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> TensorPlan:
-    """What the user says, or else what can be found."""
+    """The user's plan, or else one that is derived and verified."""
     if layout.plan:
         plan = user_plan(model, layout.tensor, layout.plan, sample.arguments)
     else:
@@ -180,7 +189,7 @@ def _plan(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) ->
 
 
 def _log_plan(plan: TensorPlan) -> None:
-    said = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
-    LOG.info("split over the tensor axis: %s", ", ".join(said) or "nothing")
+    entries = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
+    LOG.info("split over the tensor axis: %s", ", ".join(entries) or "nothing")
     for name, why in plan.whole.items():
         LOG.info("%s stays whole: %s", name or "the model itself", why)

@@ -1,4 +1,4 @@
-"""How a forward pass uses the blocks of a model, found out by running one on a sample."""
+"""Finds out, with a run on a sample, how a forward pass uses the blocks of a model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class BlockCalls:
     """How one forward pass used blocks.
 
     Attributes:
-        order: all of them in the order of their first calls; one that was not called stands behind the one that the
-            model lists before it, or behind all that were called where the pass came to no end.
-        called: those that were.
-        otherwise: blocks whose parameters are needed outside of one call per pass, and why.
-        vary: whether other numbers may lead to other calls: the code asked for some, or drew some outside of torch, in
-            evaluation or in training.
+        order: all blocks in the order of their first calls. A block that was not called follows its predecessor in the
+            model; or all called blocks, if the pass failed.
+        called: the blocks that were called.
+        used_outside: blocks whose parameters are used outside of exactly one call per pass, and why.
+        may_vary: whether other data may lead to other calls: the code read values, or drew random numbers outside of
+            torch, in evaluation or in training mode.
     """
 
     order: tuple[nn.Module, ...]
@@ -45,8 +45,8 @@ class BlockCalls:
 
 
 def trace_calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> BlockCalls:
-    """Run `model` on `sample`, as far as its code goes without the numbers that it computes: a model on the meta device
-    has those of its inputs alone. Once in evaluation mode, and in training mode for what is asked then."""
+    """Run `model` on `sample`, as far as its code runs without computed values: on the meta device only the inputs have
+    values. Once in evaluation mode, and once in training mode for the values that its code reads there."""
     blocks = list(dict.fromkeys(blocks))
     seen, ended = _run(model, blocks, sample, training=False)
     for block, count in seen.called.items():
@@ -62,24 +62,24 @@ def _varies_in_training(model: nn.Module, blocks: Sequence[nn.Module], sample: S
 
 
 def _run(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample, *, training: bool) -> tuple[_CallTracer, bool]:
-    """What was seen in a pass, and whether it came to an end."""
+    """The trace of a pass, and whether it finished."""
     seen = _CallTracer(model, blocks)
     try:
         with _traced(model, blocks, seen, training):
             drawn = random.getstate()
             sample.forward(model, inputs_on(model, sample.batch))
             seen.reads_values = seen.reads_values or random.getstate() != drawn
-    except Exception as error:  # whatever the model raises where there are no numbers
-        LOG.debug("a trial of how blocks are called came to no end: %s", error)
+    except Exception as error:  # the model may raise anything on tensors without values
+        LOG.debug("a trace of the calls of blocks failed: %s", error)
         return seen, False
     return seen, True
 
 
 class _CallTracer(TorchDispatchMode):
-    """Notes every operation on a parameter of a block that is not being called.
+    """Records every operation on a parameter of a block that is not being called.
 
     Attributes:
-        asks: whether the code has asked for numbers.
+        reads_values: whether the code has read values of tensors.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -99,7 +99,7 @@ class _CallTracer(TorchDispatchMode):
         for x in tree_leaves((args, kwargs)):
             owners = self._owners.get(id(x), set())
             if owners and not owners & set(self.inside):
-                self._mark_used_outside(owners, f"{self._names[id(x)]} is used while it is not called")
+                self._mark_used_outside(owners, f"{self._names[id(x)]} is used outside of its calls")
         return func(*args, **(kwargs or {}))
 
     def _mark_used_outside(self, owners: set[nn.Module | None], why: str) -> None:
@@ -119,7 +119,7 @@ def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[nn.M
 
 
 class _HostReads(TorchFunctionMode):
-    """Notes where code gets numbers without an operation of torch."""
+    """Records that code reads values without an operator of torch."""
 
     def __init__(self, seen: _CallTracer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What workers have to do alike in a forward pass, compared between them before the first one."""
+"""Compares, before the first forward pass, what all ranks must do in the same way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def gather_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """Collective: what all workers of `group` have, (workers, *shape of `mine`); None where no numbers travel."""
+    """Collective: the tensors of all ranks of `group`, (workers, *shape of `mine`); None if no values travel (fake
+    groups)."""
     size = dist.get_world_size(group)
-    everybody = mine.repeat(size, *[1] * (mine.dim() - 1))  # as groups without others leave it
-    _all_gather(everybody, mine, group=group)
-    return None if isinstance(everybody, FakeTensor) else everybody.view(size, *mine.shape)
+    rows_of_all = mine.repeat(size, *[1] * (mine.dim() - 1))  # the result in a fake group
+    _all_gather(rows_of_all, mine, group=group)
+    return None if isinstance(rows_of_all, FakeTensor) else rows_of_all.view(size, *mine.shape)
 
 
 def check_calls(
@@ -31,10 +32,10 @@ def check_calls(
     groups: Iterable[dist.ProcessGroup],
     device: torch.device,
 ) -> None:
-    """Collective over `groups`: their workers found the same calls of the same blocks.
+    """Collective over `groups`: check that their ranks found the same calls of the same blocks.
 
     Raises:
-        InvalidInput: they did not, so that they would wait for each other for ever; names a block, and the workers.
+        InvalidInput: they did not, and would wait for each other for ever; names a block and the workers.
     """
     blocks = sorted(found.order, key=names.__getitem__)
     rows = [
@@ -45,12 +46,12 @@ def check_calls(
         return
     mine = torch.tensor(rows, device=device, dtype=torch.int64)
     for group in groups:
-        everybody = gather_all(mine, group)
-        if everybody is None or (everybody == everybody[0]).all():
+        rows_of_all = gather_all(mine, group)
+        if rows_of_all is None or (rows_of_all == rows_of_all[0]).all():
             continue
-        worker, block, _ = (everybody != everybody[0]).nonzero()[0].tolist()
+        worker, block, _ = (rows_of_all != rows_of_all[0]).nonzero()[0].tolist()
         first, other = (dist.get_global_rank(group, rank) for rank in (0, worker))
         name = names[blocks[block]]
-        problem = f"{name} is not called alike by workers {first} and {other} on their first samples"
-        cure = "let all workers call the same blocks in the same order, or leave the layout out"
+        problem = f"{name} is called differently by workers {first} and {other} on their first samples"
+        cure = "let all workers call the same blocks in the same order, or omit the layout"
         raise InvalidInput("layout", layout, f"{problem}, and they gather its parameters together", cure)

@@ -1,4 +1,4 @@
-"""``torch.compile`` with its cache of native code in a directory that nobody else can write to."""
+"""``torch.compile`` with its cache of native code in a directory that no other user can write to."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`function` or module, to be compiled when it is called. What the variable ``TORCHINDUCTOR_CACHE_DIR`` says is the
-    user's choice; torch's own is a directory with a known name in the temporary one, which whoever comes first owns.
+    """`function` or module, compiled when it is called. The user may choose the cache by ``TORCHINDUCTOR_CACHE_DIR``.
+    torch's own default has a predictable name in the temporary directory, so another user could own it.
 
     Raises:
-        InvalidInput: no directory can be made that is this user's alone.
+        InvalidInput: no directory can be made that only this user can write to.
     """
     if not os.environ.get(_VARIABLE):
         os.environ[_VARIABLE] = str(_cache())

@@ -1,7 +1,7 @@
-"""A worker among others who are not there: one process that lays a model out as if it were any of them.
+"""One worker's part of a layout in a single process, without the other workers.
 
-Groups are torch's fake ones, in which all messages arrive at once with nothing in them, and tensors are torch's fake
-ones, which know their device and shape and have no memory.
+Process groups are torch's fake ones, whose collectives complete at once without data. Tensors are torch's fake ones,
+which have a device and a shape but no memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from unisono.tensors.batch import mapped
 
 @dataclass(frozen=True)
 class FakeWorker:
-    """What an imagined worker holds.
+    """One worker's part of a model, without memory.
 
     Args:
-        held: as a real one's, but for the numbers.
+        held: as a real worker's, but for the values.
         shapes: a context in which tensors are made without memory.
-        of: what the like of a real batch is there.
-        device: where its tensors are, or are said to be.
+        of: converts a real batch to tensors of this worker.
+        device: the device of its tensors, or the one that they report.
     """
 
     held: LocalModel
@@ -52,21 +52,21 @@ def fake_worker(
     compute: BlockOptions,
     memory: bool,
 ) -> Iterator[FakeWorker]:
-    """Worker `rank` of `places`; there must be no default process group.
+    """The worker `rank` of `places`. The process must have no default process group.
 
     Args:
-        compute: how the model computes, block by block.
-        memory: whether tensors have memory after all, with zeros in it: for a model whose code looks at numbers.
+        compute: how the blocks compute.
+        memory: allocate tensors after all, as zeros: for a model whose code reads values.
 
     Raises:
-        InvalidInput: as `lay`.
+        InvalidInput: as `parallelize`.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # by which torch knows of fake groups
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the fake backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=places.workers)
     try:
         mesh = device_mesh(places, device.type)
-        # What a batch weighs may be a matter of its numbers, and nothing that is counted depends on it.
+        # The weight may depend on values, which fake tensors lack. No estimate depends on it.
         sample = replace(sample, weight=None)
         mode = None if memory else FakeTensorMode(allow_non_fake_inputs=True)
         shapes = (lambda: mode) if mode else nullcontext
@@ -80,6 +80,6 @@ def _like(value: Tensor, mode: FakeTensorMode | None, device: torch.device) -> T
     if mode is None:
         return value.to(device)
     if value.device.type == device.type:
-        return mode.from_tensor(value)  # which knows how much memory lies behind a view
+        return mode.from_tensor(value)  # keeps the storage size behind a view
     with mode:
         return torch.empty_like(value, device=device)

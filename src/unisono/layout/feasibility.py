@@ -1,4 +1,4 @@
-"""Whether a model can lie so, found out in one process and without its numbers: before anything starts."""
+"""Checks in one process, without parameter values, whether a model allows a layout, before any worker starts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from unisono.layout.tensor import check_heads, user_plan
 from unisono.layout.tensor.forward_trace import trace_forward
 from unisono.tensors.batch import to_device
 
-_VERIFY_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
+_VERIFY_BYTES = 1 << 26  # smaller models are verified with weights, which takes a second or two
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, compute: BlockOptions) -> nn.Module:
-    """Refuse what `lay` would refuse on every worker, as far as shapes tell. Returns the model; where it is not built
-    at once, without numbers.
+    """Raise what `parallelize` would raise on every worker, as far as shapes can show. Returns the model, on the meta
+    device if its construction can be deferred.
 
     Raises:
-        InvalidInput: the model cannot be laid out so; names the bound, and the nearest layout that works.
+        InvalidInput: the model does not allow the layout; names the bound and the nearest layout that works.
     """
     layout = places.layout
     model = record(build).model
@@ -57,7 +57,8 @@ def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, comp
 
 
 def nearest_layout(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
-    """The layout whose `axis` has the one of `values` nearest to what was wanted that these workers allow."""
+    """The layout with `axis` set to the value in `values` nearest to the wanted one that the workers allow; None if
+    none does."""
     wanted = getattr(places.layout, axis)
     others: Any = {"cuts": ()}
     candidates = [replace(places.layout, **{**others, axis: value}) for value in values if value != wanted]
@@ -113,7 +114,7 @@ def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Ran
         parts = SequenceSplit(tokens, size)
     except InvalidInput as error:
         values = [n for n in range(1, tokens + 1) if n == 1 or tokens % (2 * n) == 0]
-        problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
+        problem = f"it needs {2 * size} chunks of equal length, and sequences have length {tokens}"
         raise _error("context", size, problem, places, "context", values, error.cure) from None
     if sum(p.nbytes for p in model.parameters()) <= _VERIFY_BYTES:
         verify_sample(build(), sample, size)
@@ -130,8 +131,8 @@ def _error(
 
 
 def _fails_on_parts(model: nn.Module, parts: SequenceSplit, sample: Sample) -> str:
-    """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
-    alone do not tell."""
+    """Why the model, which runs on the whole sample, fails on a part of it; empty if it runs, or if shapes cannot show
+    it."""
     device = next(model.parameters()).device
     batch, keys = hide_padding(to_device(sample.batch, device), sample.inputs, parts.length)
     with torch.no_grad():
@@ -148,7 +149,7 @@ def _fails_on_parts(model: nn.Module, parts: SequenceSplit, sample: Sample) -> s
 
 
 class _IdenticalPeers:
-    """Peers of worker 0 who have what it has."""
+    """`Peers` of rank 0 in which every rank has the tensors of this one."""
 
     rank = 0
 

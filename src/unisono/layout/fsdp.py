@@ -29,66 +29,74 @@ def shard_model(
     bf16: bool = False,
     last: bool = True,
     apart: Collection[nn.Parameter] = (),
-    may_vary: bool = False,
-    exchange_groups: ExchangeGroups = lambda block: (),
+    exchange_groups: ExchangeGroups | None = None,
 ) -> AlignedCalls:
-    """Shard the parameters of `model` over `mesh`, in place; names stay as they are, and those `apart` as they lie.
+    """Shard the parameters of `model` over `mesh`, in place. Names do not change, nor do the parameters in `apart`.
 
-    Each block is gathered when it is called and let go as ``layout.zero`` says; what is left together, at the root.
-    What lies together is of one dtype: modules with parameters of another are gathered by themselves. Gradients of the
-    members' micro-batches add up: nothing is averaged.
+    Each block is unsharded when it is called, and resharded as ``layout.zero`` says. All other parameters are unsharded
+    together, at the root. The parameters that are gathered together have one dtype: modules with another dtype are
+    gathered separately. Gradients of the ranks' micro-batches are summed, not averaged.
 
     Args:
-        mesh: of one dimension; or of two, over the first of which everything is there several times.
-        repeated: the blocks, some of which are in `model`, in the order in which they are called.
+        mesh: one-dimensional; or two-dimensional, with copies of everything along the first dimension.
+        repeated: the blocks, some of which are in `model`, in the order of their calls.
         bf16: parameters travel and compute in bf16; gradients are summed in fp32.
-        last: whether the model's output leaves here, which then is fp32.
-        vary: whether workers may call different blocks. Where they do not, `Abreast` costs nothing.
-        together: see `Abreast`.
+        last: whether `model` returns the final output, which is then fp32.
+        apart: parameters that stay as they are.
+        exchange_groups: see `AlignedCalls`. None: all workers call the same blocks, and `AlignedCalls` costs nothing.
     """
-    offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
     inner, outer = _precision_policy(bf16, None), _precision_policy(bf16, torch.float32 if last else None)
-    reshard = None if layout.zero == 3 else False  # None: all but the root
-    given: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": reshard, "offload_policy": offload,
-        "ignored_params": {*apart, *unshardable(model)},
-        "shard_placement_fn": partial(shard_placement, mesh.size(mesh.ndim - 1)),
-    }  # fmt: skip
+    options = _fully_shard_options(mesh, layout, {*apart, *unshardable(model)})
     names = {module: name for name, module in model.named_modules()}
     blocks = [block for block in repeated if block in names and block is not model]
     inside = [each for group in (*blocks, model) for each in modules_of_other_dtype(group, blocks)]
-    if inside and may_vary:
+    if inside and exchange_groups is not None:
         raise InvalidInput(
-            "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than what is around it, which "
-            "are gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
-            "let the code call the same ones whatever the data")  # fmt: skip
+            "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than its block, which are "
+            "gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
+            "let the code call the same modules for all data")  # fmt: skip
     for other in inside:
-        fully_shard(other, mp_policy=inner, **given)
+        fully_shard(other, mp_policy=inner, **options)
     aligned = AlignedCalls(
         model, str(layout), [(names[block], block) for block in blocks], _gradients(model, blocks, apart),
-        torch.device(mesh.device_type), exchange_groups)  # fmt: skip
-    hooked = aligned.hooks_around if may_vary else nullcontext
+        torch.device(mesh.device_type), exchange_groups or (lambda block: ()))  # fmt: skip
+    hooked = nullcontext if exchange_groups is None else aligned.hooks_around
     for block in blocks:
         with hooked(block):
-            fully_shard(block, mp_policy=inner, **given)
+            fully_shard(block, mp_policy=inner, **options)
     with hooked(model):
-        fully_shard(model, mp_policy=outer, **given)
-    for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)
-        # Where a backend cannot scale while it sums (gloo).
-        module.set_force_sum_reduction_for_comms(True)
+        fully_shard(model, mp_policy=outer, **options)
+    _sum_gradients(model)
     return aligned
 
 
+def _fully_shard_options(mesh: DeviceMesh, layout: Layout, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": None if layout.zero == 3 else False,  # None: all but the root
+        "offload_policy": CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy(),
+        "ignored_params": ignored,
+        "shard_placement_fn": partial(shard_placement, mesh.size(mesh.ndim - 1)),
+    }
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Sum gradients instead of averaging them."""
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        # Some backends cannot scale in a reduction (gloo).
+        module.set_force_sum_reduction_for_comms(True)
+
+
 def unshardable(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that torch does not shard, without dimensions or without numbers: every worker has them whole."""
+    """Parameters that torch cannot shard, as they have no dimensions or no elements; every worker has them whole."""
     return [parameter for parameter in model.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
 
 
 def _gradients(
     model: nn.Module, blocks: Sequence[nn.Module], apart: Collection[nn.Parameter]
 ) -> dict[nn.Module, BlockGradients]:
-    """For each module that is sharded by itself, its own parameters."""
+    """For each separately sharded module, its own parameters."""
     prefixes, seen = {module: name for name, module in model.named_modules()}, set(apart)
     aliases = getattr(model, "alias_names", {})
     found = {}
@@ -105,11 +113,11 @@ def _gradients(
 
 
 def modules_of_other_dtype(group: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules in `group`, but for those in `blocks` further in, that have parameters to train of another dtype than
-    it has itself, or than most of its numbers.
+    """Modules in `group`, outside of nested `blocks`, whose trained parameters have another dtype than its own, or than
+    most of its elements.
 
     Raises:
-        InvalidInput: a module that has several dtypes itself.
+        InvalidInput: a module that itself has several dtypes.
     """
     inside = {m for block in blocks if block is not group for m in block.modules() if group not in block.modules()}
     kinds = {m: _dtype_counts(m) for m in group.modules() if m not in inside}
@@ -119,14 +127,14 @@ def modules_of_other_dtype(group: nn.Module, blocks: Collection[nn.Module]) -> l
         if len(found) > 1:
             names = " and ".join(str(kind).removeprefix("torch.") for kind in found)
             raise InvalidInput(
-                "layout", type(module).__name__, f"this module holds parameters of {names} itself, and those of one "
-                "module are gathered together", "give them modules of their own, or one dtype")  # fmt: skip
+                "layout", type(module).__name__, f"this module has parameters of {names}, and the parameters of one "
+                "module are gathered together", "move them to separate modules, or use one dtype")  # fmt: skip
     return [module for module, found in kinds.items() if module is not group and found and first not in found]
 
 
 def _dtype_counts(module: nn.Module) -> Counter[torch.dtype]:
-    """How many numbers that are trained the module holds itself, by dtype."""
-    found = Counter[torch.dtype]()  # in the order of the parameters, which all workers have alike
+    """The number of trained elements in the module's own parameters, by dtype."""
+    found = Counter[torch.dtype]()  # in the order of the parameters, which is the same on all ranks
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
             found[parameter.dtype] += parameter.numel()
@@ -134,8 +142,8 @@ def _dtype_counts(module: nn.Module) -> Counter[torch.dtype]:
 
 
 def shard_placement(members: int, parameter: nn.Parameter) -> Shard | None:
-    """Where `parameter` is sharded over `members`: None, along the first dimension, but for a stack of fewer matrices
-    than there are members (experts)."""
+    """How `parameter` is sharded over `members` ranks: None, along the first dimension; else along another one, for a
+    stack of fewer matrices than ranks (experts)."""
     size = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
     even = (d for d in range(1, len(size)) if size[d] % members == 0)
     return Shard(next(even, 0)) if len(size) > 2 and size[0] < members else None
@@ -148,12 +156,12 @@ def _precision_policy(bf16: bool, output: torch.dtype | None) -> MixedPrecisionP
 
 
 class FsdpUnsharding:
-    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Unsharding`.
+    """`Unsharding` of the sharded `models`.
 
     Args:
-        passes: through each of them.
-        mesh: over which they are sharded.
-        vary: whether workers may call different blocks, and so use different parameters.
+        passes: the `AlignedCalls` of each model.
+        mesh: the ranks over which they are sharded.
+        may_vary: whether workers may call different blocks, and so use different parameters.
     """
 
     def __init__(
@@ -165,7 +173,7 @@ class FsdpUnsharding:
         may_vary: bool,
     ) -> None:
         self._models = [model for model in models if isinstance(model, FSDPModule)]
-        # A pipeline's schedule has all micro-batches in hand, and sums once per step by itself.
+        # A pipeline's schedule knows all micro-batches of a step, and sums once per step itself.
         self._once = layout.zero == 1 and layout.pipeline == 1
         self._passes, self._mesh = passes, mesh
         self._gradients = [each for one in passes for each in one.gradients.values()]
@@ -202,7 +210,7 @@ class FsdpUnsharding:
         return frozenset(name for name, count in zip(self._varying, counts.tolist()) if not count)
 
     def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Over all workers that hold parts of these models, in one message."""
+        """Collective: the sums over all ranks that shard these models, in one message."""
         flat = torch.cat([each.reshape(-1).to(self._mesh.device_type, torch.float64) for each in tensors])
         for dim in range(self._mesh.ndim):
             dist.all_reduce(flat, group=self._mesh.get_group(dim))

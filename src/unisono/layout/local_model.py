@@ -1,4 +1,4 @@
-"""What one worker holds of a replica, as everybody but the layout sees it: plain tensors under global names."""
+"""One worker's part of a replica: plain tensors under global names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Unsharding(Protocol):
         ...
 
     def backward(self, last: bool) -> None:
-        """Before each backward pass. Until the `last` one of this worker in a step, gradients may stay unsharded; they
-        are summed over ranks in the last one."""
+        """Called before each backward pass. Until the `last` one of this worker in a step, gradients may stay
+        unsharded; the last one sums them over ranks."""
         ...
 
     def used(self, name: str) -> bool:
@@ -68,7 +68,7 @@ class Stepping(Protocol):
 
 
 class NoUnsharding:
-    """`Unsharding` where nothing is."""
+    """An `Unsharding` of a model without sharded parameters."""
 
     late: frozenset[str] = frozenset()
 
@@ -93,20 +93,20 @@ class LocalModel:
     """One worker's part of a model.
 
     Attributes:
-        model: what is called.
-        local: a module that holds, under the whole model's names, the parts of parameters that this worker has, as
-            plain parameters, and the buffers. Optimizer, synchronizer and checkpoint see nothing else. They share
-            memory with what `model` computes with.
-        leaves: for each of those names, the tensor where autograd leaves its gradient.
-        parts: for each of those names, the box that it is of the whole tensor.
-        elsewhere: names whose part another worker of the replica has too, and counts.
-        passage: a context in which a micro-batch is computed, given it and the task's loss: what of the batch, and
-            which part of the loss, are this worker's.
-        pipeline: where layers lie on several workers, what runs this worker's; gradients then wait in the leaves until
-            all micro-batches are through.
-        gathering: told of backward passes and of the end of an evaluation.
-        stepping: None: each worker steps its parts.
-        sparse: names of embeddings' weights whose optimizer is to get sparse gradients.
+        model: the module to call.
+        local: a module with this worker's parts of the parameters, as plain parameters, and the buffers, under the
+            names of the whole model. Optimizer, synchronizer and checkpoint see nothing else. They share memory with
+            the tensors that `model` computes with.
+        leaves: for each of those names, the tensor whose ``.grad`` autograd fills.
+        parts: for each of those names, its box of the whole tensor.
+        counted_elsewhere: names whose part another worker of the replica has too, and counts in norms.
+        micro_batch_part: ``with micro_batch_part(batch, loss) as (part, part_loss)``: what this worker computes of a
+            micro-batch and of the task's loss.
+        pipeline: runs this worker's stages, where layers are split over workers. Gradients then stay in the leaves
+            until all micro-batches are computed.
+        unsharding: is called before backward passes, and at the end of a step and of an evaluation.
+        stepping: None: each worker steps its own parts.
+        sparse: names of embedding weights whose optimizer gets sparse gradients.
     """
 
     model: nn.Module
@@ -122,7 +122,8 @@ class LocalModel:
 
     @property
     def stepped(self) -> Mapping[str, Box]:
-        """For each parameter whose optimizer state lies here, the box of the whole tensor that this is about."""
+        """For each parameter whose optimizer state is on this worker, the box of the whole tensor that the state
+        covers."""
         return self.stepping.parts if self.stepping else self.parts
 
     def step(self, step: Callable[[], Any]) -> Any:
@@ -131,7 +132,7 @@ class LocalModel:
 
     @staticmethod
     def whole(model: nn.Module) -> LocalModel:
-        """All of `model`, as it is."""
+        """All of `model`, unchanged."""
         leaves = dict(model.named_parameters())
         parts = {name: Box.whole(tuple(p.shape)) for name, p in leaves.items()}
         return LocalModel(model, model, leaves, parts, sparse=sparse_parameters(model))
@@ -143,19 +144,19 @@ class LocalModel:
         buffers: Mapping[str, Tensor],
         counted_elsewhere: Collection[str] = (),
     ) -> LocalModel:
-        """The local parts of `model`, given its parameters, some of which are distributed tensors, and its buffers, by
-        their global names."""
+        """The local parts of `model`, from its parameters, some of which are distributed tensors, and its buffers, by
+        global name."""
         parts = {name: _part(leaf) for name, leaf in leaves.items()}
         return LocalModel(model, _local(leaves, buffers), leaves, parts, frozenset(counted_elsewhere))
 
     def take(self, name: str) -> Tensor | None:
-        """The local part of the gradient of `name`, which is taken away; None where none has come."""
+        """Remove and return the local part of the gradient of `name`; None if there is none."""
         leaf = self.leaves[name]
         gradient, leaf.grad = leaf.grad, None
         return None if gradient is None else _local_of(gradient)
 
     def on_gradient(self, name: str, arrived: Callable[[str, Tensor], None]) -> RemovableHandle:
-        """Call ``arrived(name, gradient)`` with each gradient of `name`, which is taken away."""
+        """Call ``arrived(name, gradient)`` with each gradient of `name`, which is removed from the leaf."""
 
         def take(leaf: Tensor) -> None:
             gradient = self.take(name)
@@ -179,7 +180,7 @@ def _local(leaves: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) ->
 
 
 def _home(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module in which `path` lies, made where it is missing, and its name there."""
+    """The module that owns `path`, created if missing, and the tensor's name in it."""
     *words, name = path.split(".")
     for word in words:
         if word not in root._modules:
@@ -189,7 +190,7 @@ def _home(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _is_distributed(x: Any) -> bool:
-    """Whether `x` is a DTensor, whose module takes a second to import where nobody uses it."""
+    """Whether `x` is a DTensor, whose module takes a second to import and is often not needed."""
     return hasattr(x, "to_local")
 
 
@@ -204,7 +205,7 @@ def _part(leaf: Any) -> Box:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
-    # An empty part begins where torch likes.
+    # The offset of an empty part is arbitrary in torch.
     return Box(tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
 
 
@@ -214,7 +215,7 @@ def sparse_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def dense(model: nn.Module) -> frozenset[str]:
-    """Have embeddings give dense gradients, which can be summed in parts; `sparse_parameters` as they were."""
+    """Make embeddings give dense gradients, which can be summed in parts; returns the former `sparse_parameters`."""
     found = sparse_parameters(model)
     for _, module in _sparse(model):
         module.sparse = False
@@ -227,8 +228,10 @@ def _sparse(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]
 
 
 class WholeTensors(Mapping[str, Tensor]):
-    """Parameters and buffers of `model` under their global names, whole, and one at a time: where they lie on several
-    workers, all of these ask alike."""
+    """Parameters and buffers of `model` by global name, gathered one at a time.
+
+    Collective: where tensors are sharded, all their ranks must read the same names in the same order.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,4 @@
-"""A model laid over the workers of a replica: built, spread, and filled with its first numbers."""
+"""Builds a model's local part on each worker of a replica: record, apply the axes, allocate, initialize."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG = logging.getLogger("unisono")
 
 
 def device_mesh(places: RankMesh, device_type: str) -> DeviceMesh:
-    """The mesh of all workers, in torch's default process group; they make it together."""
+    """Collective: the mesh of all workers, in torch's default process group."""
     return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
 
 
@@ -38,25 +38,27 @@ def parallelize(
     sample: Sample,
     compute: BlockOptions | None = None,
 ) -> LocalModel:
-    """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
-    alike, with the same random state. The whole model is never in memory, but for a model that has to be.
+    """Collective: this worker's part of the model that `build` builds, with the bits that it has on one device.
+
+    The random state must be the same on all workers. The whole model is never in memory, unless its construction cannot
+    be deferred.
 
     Args:
-        sample: on it is tried out what can be split.
-        compute: how it computes, block by block.
+        sample: candidate splits are verified on it.
+        compute: how the blocks compute.
 
     Raises:
-        InvalidInput: the model cannot be laid out so; names what cannot, and what to do.
+        InvalidInput: the model does not allow this layout; names the obstacle and a remedy.
     """
     compute = compute or BlockOptions()
-    if layout.context > 1:  # it is tried out with its numbers
+    if layout.context > 1:  # verification needs its weights
         model = build().to(mesh.device_type)
         without_padding = verify_sample(model, sample, layout.context)
         held = apply_axes(model, layout, mesh, sample, compute).local_model(layout, mesh, sample)
         return replace(held, micro_batch_part=MicroBatchPart(mesh["context"], sample, without_padding))
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
-        LOG.info("the model is built whole on every worker: %s", deferred.why)
+        LOG.info("the whole model is built on every worker: %s", deferred.why)
     model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
     found = apply_axes(model, layout, mesh, sample, compute)
     if deferred.whole:
@@ -77,12 +79,12 @@ def parallelize_fake(
     compute: BlockOptions,
     shapes: Callable[[], AbstractContextManager[Any]],
 ) -> LocalModel:
-    """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is
-    measured: stages of a pipeline are cut where the layout says, or else by bytes."""
+    """`parallelize` on tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is measured:
+    stages of a pipeline begin where the layout says, else they are balanced by bytes."""
     deferred = record(build)
     if deferred.whole:
-        LOG.info("the model is built whole on every worker: %s", deferred.why)
-        deferred.materialize(lambda name, whole: None)  # nothing of it is kept
+        LOG.info("the whole model is built on every worker: %s", deferred.why)
+        deferred.materialize(lambda name, whole: None)  # frees its memory
     found = apply_axes(deferred.model, layout, mesh, sample, compute, measured=False)
     with shapes():
         _allocate(found.model, mesh.device_type)
@@ -94,7 +96,7 @@ def parallelize_fake(
 
 
 def _allocate(model: nn.Module, device: str) -> None:
-    """`Module.to_empty`, which would give each place of a tied tensor memory of its own."""
+    """`Module.to_empty`, which alone would allocate a tied tensor once per slot."""
     tied = Slots(model).tied
     model.to_empty(device=device)
     for slots in tied:
@@ -102,7 +104,8 @@ def _allocate(model: nn.Module, device: str) -> None:
 
 
 def _move_to_host(model: nn.Module) -> None:
-    """What is trained in parts; buffers, and parameters that are whole, stay where the forward pass reads them."""
+    """Move sharded parameters to host memory. Buffers and whole parameters stay on the device, where forward reads
+    them."""
     buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     whole = [(m._parameters, name, p, p.data) for m in model.modules() for name, p in m._parameters.items()
              if p is not None and not isinstance(p, DTensor)]  # fmt: skip
@@ -117,11 +120,11 @@ def _move_to_host(model: nn.Module) -> None:
 def _fill(held: LocalModel, deferred: DeferredModel) -> None:
     empty = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
 
-    def keep(name: str, whole: Tensor) -> None:
+    def copy_part(name: str, whole: Tensor) -> None:
         part = held.parts.get(name)
         if name in empty:
             with torch.no_grad():
                 empty.pop(name).copy_(whole[part.slices()] if part else whole)
 
-    deferred.materialize(keep)
-    assert not empty, f"nothing has come for {', '.join(empty)}"
+    deferred.materialize(copy_part)
+    assert not empty, f"no values were computed for {', '.join(empty)}"

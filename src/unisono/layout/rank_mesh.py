@@ -1,6 +1,7 @@
-"""Who stands where in a layout, and beside whom: arithmetic without I/O.
+"""The mesh of a run's ranks under a layout: arithmetic without I/O.
 
-Ranks count the replicas last: a replica's workers are neighbours, and those of one tensor group most of all.
+The replica is the outermost dimension: the ranks of a replica are consecutive, and those of a tensor group are
+adjacent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unisono.layout.layout import AXES, DATA_AXES, Layout
 
 @dataclass(frozen=True)
 class MeshCoordinate:
-    """Where one worker stands: its replica, and its coordinate on each axis of the layout."""
+    """The coordinate of one rank: its replica, and its index on each axis of the layout."""
 
     replica: int
     pipeline: int
@@ -34,7 +35,7 @@ class RankMesh:
     """All workers of a run under one layout.
 
     Raises:
-        InvalidInput: the workers do not divide into whole replicas; names the nearest numbers that do.
+        InvalidInput: the number of workers is not a multiple of a replica's; names the nearest multiples.
     """
 
     layout: Layout
@@ -47,33 +48,33 @@ class RankMesh:
             nearest = f"--workers {fewer + whole}" if not fewer else f"--workers {fewer} or {fewer + whole}"
             raise InvalidInput(
                 "layout", str(self.layout),
-                f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
+                f"one replica has {whole} workers, and {self.workers} is not a multiple of it",
                 f"write {nearest}" + (f", or {fitting}" if (fitting := self._fitting()) else ""))  # fmt: skip
 
     def _fitting(self) -> Layout | None:
-        """The largest layout on the same axes, none of them longer, whose replicas these workers divide into."""
+        """The largest layout on the same axes, none of them longer, whose replicas divide the workers."""
         wide = [axis for axis in AXES if getattr(self.layout, axis) > 1]
         sizes = [[n for n in range(1, getattr(self.layout, axis) + 1) if self.workers % n == 0] for axis in wide]
         found = []
         for values in product(*sizes):
             changed: dict[str, Any] = {**dict(zip(wide, values)), "cuts": ()}
-            with suppress(ValueError):  # an option that asks for an axis
+            with suppress(ValueError):  # of an option that needs an axis
                 found.append(replace(self.layout, **changed))
         fitting = [each for each in found if each.workers > 1 and self.workers % each.workers == 0]
         return max(fitting, key=lambda each: each.workers, default=None)
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return self.workers // self.layout.workers
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Replicas, then the layout's axes from the outermost: the shape of a mesh of all ranks in their order."""
+        """Replicas, then the layout's axes from the outermost: the shape of a mesh of all ranks in order."""
         return (self.replicas, *(getattr(self.layout, axis) for axis in AXES))
 
     def of(self, rank: int) -> MeshCoordinate:
-        """Where `rank` stands."""
+        """The coordinate of `rank`."""
         coordinates = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
@@ -81,14 +82,14 @@ class RankMesh:
         return MeshCoordinate(*reversed(coordinates))
 
     def rank(self, place: MeshCoordinate) -> int:
-        """Who stands at `place`."""
+        """The rank at the coordinate `place`."""
         found = 0
         for size, axis in zip(self.shape, ("replica", *AXES)):
             found = found * size + getattr(place, axis)
         return found
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on these axes only (``replica`` is one), itself among them, in order."""
+        """The ranks that differ from `rank` only on these axes (``replica`` is one), including itself, in order."""
         fixed = [axis for axis in ("replica", *AXES) if axis not in axes]
         mine = [getattr(self.of(rank), axis) for axis in fixed]
         return tuple(
@@ -97,16 +98,16 @@ class RankMesh:
 
     @property
     def alike(self) -> list[tuple[int, ...]]:
-        """For each place of a replica, who stands there in all replicas: they hold the same."""
+        """For each position in a replica, the ranks at it in all replicas; they hold the same parts."""
         return [self.along(rank, "replica") for rank in range(self.layout.workers)]
 
     @property
     def data_parallel_size(self) -> int:
-        """Workers that compute different micro-batches at the same time."""
+        """The number of different micro-batches that the run computes at the same time."""
         return self.replicas * self.layout.data_parallel_size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which of the `lanes` worker `rank` belongs to."""
+        """Which of the `data_parallel_size` micro-batches the worker `rank` computes."""
         place = self.of(rank)
         found = place.replica
         for axis in DATA_AXES:
@@ -114,7 +115,7 @@ class RankMesh:
         return found
 
     def check_micro_batches(self, micro_batches: int) -> None:
-        """Raise `InvalidInput` if the workers side by side would not all compute as many of a step."""
+        """Raise `InvalidInput` if a step's micro-batches cannot be divided equally over data-parallel ranks."""
         if self.layout.data_parallel_size > 1 and micro_batches % self.data_parallel_size:
             size = self.data_parallel_size
             fewer = max(size, micro_batches // size * size)
@@ -125,6 +126,6 @@ class RankMesh:
 
 
 def nearest_divisor(of: int, wanted: int) -> int:
-    """The divisor of `of` that is nearest to `wanted`, the smaller of two."""
+    """The divisor of `of` nearest to `wanted` by ratio; of two, the smaller."""
     divisors: Sequence[int] = [d for d in range(1, of + 1) if of % d == 0]
     return min(divisors, key=lambda d: (abs(math.log(d / wanted)), d))

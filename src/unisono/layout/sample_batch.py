@@ -1,4 +1,4 @@
-"""What a layout may try a model on before anything is trained."""
+"""The batch on which a layout may try a model before training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sample:
-    """A small batch, and what the task makes of it.
+    """A small batch, and how the task uses it.
 
     Args:
-        batch: of real lengths.
-        inputs: ``inputs(batch)``, what the model is called with.
+        batch: with sequence lengths of the training data.
+        inputs: ``inputs(batch)``, the arguments of the model.
         loss: ``loss(output, batch)``.
-        weight: ``weight(batch)``; None where each sample counts 1.
+        weight: ``weight(batch)``; None: each sample counts 1.
     """
 
     batch: Any
@@ -27,7 +27,7 @@ class Sample:
 
     @property
     def arguments(self) -> tuple[Any, ...] | Mapping[str, Any]:
-        """What the model is called with, by position or by name."""
+        """The arguments of the model, by position or by name."""
         given = self.inputs(self.batch)
         return given if isinstance(given, tuple | Mapping) else (given,)
 

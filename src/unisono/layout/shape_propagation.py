@@ -1,7 +1,7 @@
-"""A model without numbers, run on inputs that have them: what depends on inputs alone keeps its numbers.
+"""Runs a model on the meta device with real inputs: what depends on inputs alone keeps its values.
 
-Models look at some of what they are given (is this mask all ones? is there more than one sequence in here?), and on the
-meta device there is nothing to look at. Here only what weights or buffers went into has a shape alone.
+Models read some values of their inputs (is this mask all ones? are several sequences packed into one?), and meta
+tensors have none. Here only results of weights or buffers are without values.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class PropagateShapes(TorchDispatchMode):
-    """Within the block, operations on real tensors alone are computed, wherever their result is wanted; all others
-    give shapes. Their inputs may lie on the CPU and on the meta device at once.
+    """Within the block, operations on real tensors alone are computed on any requested device; all others give shapes.
+    Inputs of one operation may be on the CPU and on the meta device.
 
-    Fresh real numbers on the meta device (the first state of a recurrent layer, a mask of ones) stay there, as torch
-    wants some of them where the weights are; but what they are is remembered, and so is what is computed from them
-    alone. Positions and masks of whole numbers and truth values come to the CPU.
+    New floating-point tensors on the meta device (the first state of a recurrent layer, a mask of ones) stay there, as
+    torch requires some of them on the device of the weights. Their values are remembered, and so are values computed
+    from them alone. Integers and booleans (positions, masks) move to the CPU.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._overwritten: dict[int, UntypedStorage] = {}  # real, with numbers that nobody knows any more
-        self._twins = WeakTensorKeyDictionary()  # real ones of tensors on the meta device
+        self._overwritten: dict[int, UntypedStorage] = {}  # real storages whose values are no longer known
+        self._twins = WeakTensorKeyDictionary()  # real values of tensors on the meta device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -56,7 +56,7 @@ class PropagateShapes(TorchDispatchMode):
         return shape
 
     def _forget(self, func: Any, args: Any) -> None:
-        """What `func` writes to has numbers that nobody knows."""
+        """Mark the tensors that `func` writes to as unknown."""
         for argument, value in zip(func._schema.arguments, args):
             written = argument.alias_info is not None and argument.alias_info.is_write
             numbers = self._real(value) if written else None
@@ -65,7 +65,7 @@ class PropagateShapes(TorchDispatchMode):
                 self._overwritten[storage._cdata] = storage
 
     def _real(self, x: Any) -> Any:
-        """The numbers of `x`, wherever it lies; itself where there are none."""
+        """The known values of `x` on the CPU; `x` itself if there are none."""
         return self._twins.get(x, x) if isinstance(x, Tensor) and x.is_meta else x
 
     def _is_known(self, x: Tensor) -> bool:
@@ -74,12 +74,12 @@ class PropagateShapes(TorchDispatchMode):
 
 
 def _stays_on_meta(found: Any) -> bool:
-    """Whether numbers that were computed for the meta device are shown there as a shape."""
+    """Whether values computed for the meta device are represented there by a shape."""
     return isinstance(found, Tensor) and found.is_floating_point()
 
 
 def _shapes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What `func` gives on the meta device; what it writes to and returns is the tensor that was given."""
+    """The result of `func` on the meta device; an argument that `func` both writes to and returns is not copied."""
     originals: dict[int, Tensor] = {}
 
     def shape(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What may be done to the matrices of a model, in words, and a mapping of names to them as a value."""
+"""The styles in which a matrix can be split, and a mapping of module names to them as a value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = (ROW, SCATTERED)
 
 
 class StyleMapping(Mapping[str, str]):
-    """Names, or patterns of names, to words: frozen, hashable, equal in any order, written as the mapping it is."""
+    """Names, or patterns of names, to styles: frozen, hashable, equal in any order; its repr is that of a dict."""
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
         self._words = dict(words or {})

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, by what each of its blocks costs."""
+"""Splits a model into the stages of a pipeline, balanced by the costs of its blocks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LOG = logging.getLogger("unisono")
 
 
 def measure_costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
-    """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
+    """Collective: seconds of each segment of a pipeline, as worker 0 measures them; None where it cannot."""
     found = cut_points(model, inputs_on(model, sample.arguments), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
         try:
             seconds = torch.tensor(_measured(found, torch.device(mesh.device_type), sample), dtype=torch.float64)
-        except Exception as error:  # whatever the model raises on made-up numbers
-            LOG.info("stages are cut by bytes, for a trial of their speed failed: %s", error)
+        except Exception as error:  # the model may raise anything on random values
+            LOG.info("stages are balanced by bytes, as measuring their time failed: %s", error)
     seconds = seconds.to(mesh.device_type)
     dist.broadcast(seconds, 0)
     return None if seconds.isnan().any() else seconds.tolist()
@@ -47,7 +47,7 @@ def measure_costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sa
 def build_pipeline(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None, compute: BlockOptions
 ) -> Pipeline:
-    """This worker's stages, where the user says or so that all take as long: by `costs`, or else by bytes.
+    """This worker's stages: at the layout's cuts, else balanced by `costs`, else by bytes.
 
     Raises:
         InvalidInput: the model cannot be cut, or not into so many stages.
@@ -74,6 +74,6 @@ def _measured(found: CutPoints, device: torch.device, sample: Sample) -> list[fl
 
 
 def inputs_on(model: nn.Module, inputs: Any) -> Any:
-    """`inputs` where the model is; for one without numbers, where they are."""
+    """`inputs` on the model's device; unchanged for a model on the meta device."""
     device = next(model.parameters()).device
     return inputs if device.type == "meta" else to_device(inputs, device)

@@ -134,7 +134,10 @@ class Display:
 
     def _render(self) -> RenderableType:
         if self._progress is None:
-            return self._spinner
+            starting = Table.grid()
+            starting.add_column(no_wrap=True, overflow="ellipsis")
+            starting.add_row(self._spinner)
+            return starting
         line = Table.grid(padding=(0, 1))
         step, steps = self._progress["step"], self._progress["steps"]
         count, figures = f"{step:,}/{steps:,}", self._figures(self._progress)

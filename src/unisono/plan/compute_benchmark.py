@@ -1,4 +1,4 @@
-"""How long a worker's share of a step takes here, on one thread of this machine."""
+"""Measures the compute time of one worker's part of a step, on one thread of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
 
-_STEPS = 6  # of which the first, which also pays for what is made once, does not count
+_STEPS = 6  # the first one includes initialization and does not count
 _ENOUGH_SECONDS = 10.0
 
 
@@ -32,7 +32,7 @@ def share_seconds(task: Task, config: Config) -> float:
     """Median seconds of forward, backward and optimizer of ``1 / config.workers`` of a step.
 
     Raises:
-        InvalidInput: what is asked for cannot work.
+        InvalidInput: task or configuration cannot work.
     """
     task, device, comm = replace(with_data(task), evaluate=None), torch.device("cpu"), SingleWorker()
     with contextlib.ExitStack() as stack, _one_thread():

@@ -1,7 +1,7 @@
-"""How long a worker computes: distributions as values, and what one share of one step takes.
+"""Compute times of workers: distributions as values, and samples of them.
 
-A *share* is what one worker computes of a step when all compute alike: forward and backward of
-``global_batch / workers`` samples. Who computes more of a step takes longer in proportion.
+A *share* is the part of a step that one worker computes if all compute equally: forward and backward of ``global_batch
+/ workers`` samples. A worker that computes more takes proportionally longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CURE = "write for instance 50ms, 50ms±10%, 40ms..80ms, one of them per worker 
 
 
 class Duration(Protocol):
-    """A time that varies."""
+    """A random time."""
 
     def draw(self, random: random.Random) -> float:
         """Seconds, 0 or more."""
@@ -28,7 +28,7 @@ class Duration(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same `seconds` every time."""
+    """Always `seconds`."""
 
     seconds: float
 
@@ -38,22 +38,22 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal, with the standard deviation `deviation` as a share of the mean `seconds`; cut off at three of them, and
-    at 0."""
+    """A normal distribution with mean `seconds` and standard deviation ``deviation * seconds``, truncated at three
+    standard deviations and at 0."""
 
     seconds: float
     deviation: float
 
     def draw(self, random: random.Random) -> float:
-        away = random.gauss(0.0, 1.0)
-        while abs(away) > 3:
-            away = random.gauss(0.0, 1.0)
-        return max(0.0, self.seconds * (1 + self.deviation * away))
+        deviations = random.gauss(0.0, 1.0)
+        while abs(deviations) > 3:
+            deviations = random.gauss(0.0, 1.0)
+        return max(0.0, self.seconds * (1 + self.deviation * deviations))
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Anything from `least` to `most` seconds, equally likely."""
+    """Uniform between `least` and `most` seconds."""
 
     least: float
     most: float
@@ -64,16 +64,16 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Compute:
-    """What a share of a step takes, by worker: one duration for all of them, or one each."""
+    """The time of a share of a step, by worker: one duration for all, or one each."""
 
     durations: tuple[Duration, ...]
 
     @staticmethod
     def of(field: str, text: str) -> Compute:
-        """From ``50ms``, ``50ms±10%``, ``40ms..80ms`` or a list of these with commas between.
+        """Parse ``50ms``, ``50ms±10%``, ``40ms..80ms`` or a comma-separated list of these.
 
         Raises:
-            InvalidInput: it is written otherwise.
+            InvalidInput: the text is none of these.
         """
         return Compute(tuple(_duration(field, text, part.strip()) for part in text.split(",")))
 
@@ -81,10 +81,10 @@ class Compute:
         """Raise `InvalidInput` unless there is a duration for each of `workers`."""
         if len(self.durations) not in (1, workers):
             problem = f"{len(self.durations)} times for {workers} worker{'s' * (workers != 1)}"
-            raise InvalidInput(field, text, problem, "give one for all, or one for each")
+            raise InvalidInput(field, text, problem, "pass one for all, or one for each")
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """What a share of `step` takes `worker`: a function of these numbers alone."""
+        """The time of a share of `step` on `worker`: a function of these numbers alone."""
         duration = self.durations[worker if len(self.durations) > 1 else 0]
         return duration.draw(random.Random(f"compute {seed} {worker} {step}"))
 
@@ -117,7 +117,7 @@ def _share(field: str, text: str) -> float:
 
 
 def quantiles(values: Sequence[float], *shares: float) -> list[float]:
-    """The least values such that at least each of `shares` of `values` are not above; nan of nothing."""
+    """The least of `values` that at least each of `shares` of them do not exceed; nan without values."""
     ordered = sorted(values)
     if not ordered:
         return [math.nan] * len(shares)

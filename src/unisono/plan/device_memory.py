@@ -1,4 +1,4 @@
-"""How much memory workers find here."""
+"""The memory that workers can use on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that workers compute in.
+    """Memory of a device.
 
     Args:
-        name: of what has it.
-        bytes: in all.
-        shared: whether all workers of the machine share it, or each has as much.
+        name: of the device.
+        bytes: its total.
+        shared: whether all workers of the machine share it, or each has its own.
     """
 
     name: str
@@ -26,7 +26,7 @@ class DeviceMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """That of this machine, as far as this process may use it, or of its GPU."""
+    """The memory of this machine, as far as this process may use it, or of its GPU."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return DeviceMemory(found.name, found.total_memory, shared=False)
@@ -35,7 +35,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def _limits() -> list[int]:
-    """What the control groups of this process allow."""
+    """The limits of this process's control groups."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
         group = Path("/sys/fs/cgroup") / line.removeprefix("0::").strip("/")

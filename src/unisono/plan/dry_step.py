@@ -1,4 +1,4 @@
-"""One step of an imagined worker, which computes on shapes: what it keeps, and what it sends."""
+"""A dry run of one step on a fake worker, which records saved activations and messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MetaTensors = tuple[Tensor, ...]  # on the meta device
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a worker does in a step.
+    """The memory and the messages of a worker in a step.
 
     Args:
-        activations: bytes that a micro-batch keeps for backward, the most of this worker's stages together.
-        in_flight: the most that micro-batches keep at once.
-        gathered: bytes of parameters that are there whole at once, while they are computed with.
-        messages: and how many of each.
-        gradients: bytes of one number of the gradient of each parameter that gets one, by its name.
+        activations: bytes that a micro-batch saves for backward, the largest of each of this worker's stages, summed.
+        in_flight: the maximum that concurrent micro-batches save.
+        gathered: the maximum of unsharded parameters at one time.
+        messages: each message, and how often it is sent.
+        gradients: bytes per element of each parameter's gradient, by name; only of parameters that get one.
     """
 
     activations: int
@@ -42,14 +42,14 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """What a worker has to do.
+    """The work of a worker in a step.
 
     Args:
-        task: with its loss in mixed precision, where that is asked for.
+        task: with its loss under autocast, where that is used.
         batch: a real micro-batch.
-        micro_batches: this worker's, of a step.
+        micro_batches: the number of this worker's micro-batches in a step.
         autocast: the context of forward passes.
-        arrives: what each stage of a pipeline gets; empty without one.
+        arrives: the input of each pipeline stage; empty without a pipeline.
     """
 
     task: Task
@@ -60,18 +60,18 @@ class WorkerLoad:
 
 
 def dry_step(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
-    """The step of `worker`.
+    """Run the step of `worker`.
 
     Raises:
-        Exception: whatever the model's code does where there are no numbers.
+        Exception: whatever the model's code raises on tensors without values.
     """
     worker.held.model.train()
     return _whole(worker, work) if worker.held.pipeline is None else _stages(worker, work)
 
 
 def _whole(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
-    """The first micro-batch, one of those like the second, and the last: where gradients are summed once per step, they
-    send different things."""
+    """Run the first micro-batch, one representative of those between, and the last. They send different messages if
+    gradients are summed once per step."""
     held, kept, sent = worker.held, SavedTensors(), Counter[CollectiveCall]()
     activations = 0
     middle = work.micro_batches - 2
@@ -91,7 +91,7 @@ def _whole(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
 
 
 def _stages(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
-    """Turn by turn, as the schedule has them."""
+    """Run the passes of a pipeline in the order of its schedule."""
     pipeline = worker.held.pipeline
     order = pass_order(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
     messages, waiting, sizes = CollectiveCounter(), dict[tuple[int, int], Any](), dict[tuple[int, int], int]()
@@ -117,7 +117,7 @@ def _stages(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
 
 
 def _leaves(worker: FakeWorker, work: WorkerLoad, stage: Stage, number: int) -> list[Tensor]:
-    """What leaves a stage for a micro-batch, or its loss."""
+    """The output of a stage for a micro-batch, or its loss."""
     arrived = [_arrived(worker, outline) for outline in work.arrives[number]]
     with work.autocast():
         batch = worker.of(work.batch)
@@ -139,21 +139,21 @@ def _backward(leaves: list[Tensor]) -> None:
 
 
 def _gathered(kept: SavedTensors) -> int:
-    """What lies at the roots stays; of all else one module at a time is there."""
+    """Parameters at the roots stay unsharded; of the others, one module at a time is."""
     sizes = kept.gathered
     inner = {child for module in sizes for child in module.modules() if child is not module}
     return sum(sizes[m] for m in sizes if m not in inner) + max((sizes[m] for m in sizes if m in inner), default=0)
 
 
 def _gradients(worker: FakeWorker) -> dict[str, int]:
-    """The width of each gradient's numbers; the gradients are taken away."""
+    """Bytes per element of each gradient; removes the gradients."""
     taken = {name: worker.held.take(name) for name in worker.held.leaves}
     return {name: gradient.element_size() for name, gradient in taken.items() if gradient is not None}
 
 
 def stage_messages(arrives: Mapping[int, MetaTensors], stages: Mapping[int, Any], count: int, micro_batches: int,
             worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[CollectiveCall]:  # fmt: skip
-    """What passes between the stages of a worker and those of others: values, and their gradients on the way back."""
+    """Messages between a worker's stages and those of other workers: outputs, and their gradients."""
     found: Counter[CollectiveCall] = Counter()
     for number in stages:
         here = worker_of(number)
@@ -169,5 +169,5 @@ def stage_messages(arrives: Mapping[int, MetaTensors], stages: Mapping[int, Any]
 
 
 def with_messages(step: StepEstimate, more: Mapping[CollectiveCall, int]) -> StepEstimate:
-    """`step`, which sends `more` too."""
+    """`step`, which also sends `more`."""
     return replace(step, messages=Counter(step.messages) + Counter(more))

@@ -1,4 +1,4 @@
-"""Forecasts side by side, for the eye."""
+"""Forecasts side by side, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from unisono.observe.formatting import duration, label, number, rate
 from unisono.plan.simulation import Forecast
 from unisono.plan.text_chart import mark
 
-_NARROWEST = 19  # columns of a way, with what separates it
+_NARROWEST = 19  # columns of a variant, with its separator
 _LABELS = 21
 
 
 def tables(forecasts: Mapping[str, Forecast], width: int) -> list[Table]:
-    """One column per way, in as many tables as are needed to stay within `width` columns."""
+    """One column per variant, in as many tables as needed to stay within `width` columns."""
     side_by_side = max(1, (width - _LABELS) // _NARROWEST)
     numbered = [(mark(i), name, forecast) for i, (name, forecast) in enumerate(forecasts.items())]
     return [_table(numbered[i : i + side_by_side]) for i in range(0, len(numbered), side_by_side)]
 
 
-def _table(ways: list[tuple[Text, str, Forecast]]) -> Table:
+def _table(variants: list[tuple[Text, str, Forecast]]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     made.add_column("", style="dim", no_wrap=True)
-    for sign, name, _ in ways:
+    for sign, name, _ in variants:
         heading = Text.assemble(sign, " ", name.replace(" + ", "\n+ "))
         made.add_column(heading, justify="right", min_width=_NARROWEST - 3, overflow="fold")
-    columns = [_figures(forecast) for _, _, forecast in ways]
+    columns = [_figures(forecast) for _, _, forecast in variants]
     for title in columns[0]:
         made.add_row(title, *(column.get(title, "") for column in columns))
     return made
@@ -52,7 +52,7 @@ def _figures(it: Forecast) -> dict[str, str]:
 
 
 def _range(low: str, high: str) -> str:
-    """``640–680 ms``: a unit that both have is written once."""
+    """``640–680 ms``: a common unit is written once."""
     if low == high:
         return low
     first, unit = low.rsplit(" ", 1)

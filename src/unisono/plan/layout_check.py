@@ -1,4 +1,4 @@
-"""What workers of a layout would refuse once they are there, refused by a process that nobody waits for."""
+"""Checks a layout in a separate process before any worker starts, with the errors that workers would raise."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from unisono.trainer.optimizer_coupling import needs_wholes
 
 
 def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` where the task of `source` cannot be trained under the layout of `settings`: what a worker
-    is asked, before there are those that train."""
+    """Raise `InvalidInput` if the task of `source` cannot be trained under the layout of `settings`. Runs in a process
+    of its own."""
     task = source.load(FIELDS)
     config = settle(task, settings)
     with contextlib.ExitStack() as stack:
@@ -31,7 +31,7 @@ def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]
 
 
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:
-    """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
+    """Raise `InvalidInput` if the model or the optimizer of `task` does not allow the layout of `config`. Returns
     `needs_wholes`."""
     compute = BlockOptions(config.precision, config.activation_checkpointing, config.compile)
     model = check_model(partial(create_model, task), places, sample, compute)

@@ -1,4 +1,4 @@
-"""What each worker would hold of a task under a layout, and send: foretold by one process, without starting any."""
+"""Estimates what each worker holds and sends of a task under a layout, in one process without workers."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ LOG = logging.getLogger("unisono")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind between the same workers, in a step.
+    """The messages of one kind among the same ranks, in a step.
 
     Args:
-        axes: on which those workers differ, as ``shard`` or ``shard x context``; ``replica`` between replicas.
+        axes: the axes on which those ranks differ, as ``shard`` or ``shard x context``; ``replica`` between replicas.
         kind: see `CollectiveCall`.
-        count: of messages.
-        bytes: that leave a worker with them.
+        count: number of messages.
+        bytes: that a worker sends with them.
     """
 
-    differing_axes: str
+    axes: str
     kind: str
     count: int
     bytes: int
@@ -66,14 +66,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What some workers hold, each of them, in bytes, and send.
+    """The bytes that each of some equal workers holds, and its messages.
 
     Args:
-        workers: those who hold as much of everything.
-        parameters, buffers, gradients, optimizer: of its parts, between two steps.
-        activations: that one micro-batch keeps for backward.
-        in_flight: that all micro-batches keep which are on their way through this worker at once.
-        gathered: parameters that are there whole at once while they are computed with.
+        workers: the ranks with these numbers.
+        parameters, buffers, gradients, optimizer: of the worker's parts, between two steps.
+        activations: saved by one micro-batch for backward.
+        in_flight: the maximum saved by concurrent micro-batches.
+        gathered: the maximum of unsharded parameters at one time.
         messages: of a step.
     """
 
@@ -89,22 +89,22 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """At once, at most."""
+        """An upper bound of the bytes at one time."""
         return self.parameters + self.buffers + self.gradients + self.optimizer + self.in_flight + self.gathered
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """A layout, foretold.
+    """The estimate of a layout.
 
     Args:
-        layout: as it is written.
+        layout: as text.
         workers, replicas: of the run.
-        parameters: numbers in the whole model that are parameters.
-        micro_batch: samples of one.
-        micro_batches: of a step, that each worker goes through.
+        parameters: the number of elements of all parameters.
+        micro_batch: samples per micro-batch.
+        micro_batches: of each worker in a step.
         holdings: in the order of their first workers.
-        notes: what stays whole and why, where stages begin, and what could not be foretold.
+        notes: what stays whole and why, where stages begin, and what could not be estimated.
         memory: of the machine, or of a worker's device.
     """
 
@@ -119,7 +119,7 @@ class LayoutEstimate:
     memory: DeviceMemory
 
     def mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The estimate as a JSON object."""
         found = asdict(self)
         for holding, each in zip(found["holdings"], self.holdings):
             holding["total"] = each.total
@@ -127,16 +127,16 @@ class LayoutEstimate:
 
 
 def estimate_mapping(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`foretell`, asked of a process of its own; the fields of a `LayoutEstimate`."""
+    """`estimate_layout` in a process of its own; the fields of a `LayoutEstimate`."""
     task = source.load(FIELDS)
     return estimate_layout(task, settle(task, settings)).mapping()
 
 
 def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
-    """What every worker would hold and send. There must be no default process group.
+    """What every worker would hold and send. The process must have no default process group.
 
     Raises:
-        InvalidInput: the task cannot be trained so.
+        InvalidInput: the task cannot be trained under this layout.
     """
     device = choose_device(config.device, 0)
     with contextlib.ExitStack() as stack:
@@ -151,12 +151,13 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
         cuts, arrives = _arrivals(task, batch, places, sample)
         places = RankMesh(replace(places.layout, cuts=cuts), places.workers)
     work = WorkerLoad(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
+    setup = _Setup(task, config, places, sample, device, work, whole)
     notes: list[str] = []
     holdings: list[WorkerMemory] = []
     for at in range(places.layout.pipeline):
         rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
         with _captured_log(notes if rank == 0 else []):
-            holdings += _fake_holdings(task, config, places, rank, sample, device, work, notes, whole)
+            holdings += _fake_holdings(setup, rank, notes)
     model = record(partial(create_model, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
@@ -166,50 +167,61 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
         memory_of(device))  # fmt: skip
 
 
-def _fake_holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: WorkerLoad,
-    notes: list[str], whole: bool,
-) -> list[WorkerMemory]:  # fmt: skip
-    """Without memory if that can be, else with it.
+@dataclass(frozen=True)
+class _Setup:
+    """What the estimates of all workers have in common.
 
     Args:
-        whole: whether the optimizer steps tensors whole that are cut.
+        whole: whether the optimizer steps sharded tensors whole.
     """
-    build, compute = partial(create_model, task), BlockOptions(config.precision, config.activation_checkpointing)
+
+    task: Task
+    config: Config
+    places: RankMesh
+    sample: Sample
+    device: torch.device
+    work: WorkerLoad
+    whole: bool
+
+
+def _fake_holdings(setup: _Setup, rank: int, notes: list[str]) -> list[WorkerMemory]:
+    """Estimate without memory, or else with it."""
+    options = BlockOptions(setup.config.precision, setup.config.activation_checkpointing)
+    worker_of_rank = partial(
+        fake_worker, partial(create_model, setup.task), setup.places, rank, setup.sample, setup.device, options
+    )
     try:
-        with fake_worker(build, places, rank, sample, device, compute, memory=False) as worker:
-            return _holdings(task, config, places, rank, worker, work, whole)
+        with worker_of_rank(memory=False) as worker:
+            return _holdings(setup, rank, worker)
     except InvalidInput:
         raise
-    except Exception as error:  # the model's own code may do anything where it finds no numbers
-        notes.append(f"computed with numbers, in memory, as shapes alone do not do: {_first_line(error)}")
+    except Exception as error:  # the model's own code may raise anything on tensors without values
+        notes.append(f"computed with values, in memory, as shapes are not enough: {_first_line(error)}")
     try:
-        with fake_worker(build, places, rank, sample, device, compute, memory=True) as worker:
-            return _holdings(task, config, places, rank, worker, work, whole)
+        with worker_of_rank(memory=True) as worker:
+            return _holdings(setup, rank, worker)
     except UnisonoError:
         raise
     except Exception as error:
-        raise InvalidInput("model", task.name, f"a micro-batch does not run through it ({_first_line(error)})",
-                           "see whether it trains on one worker") from error  # fmt: skip
+        raise InvalidInput("model", setup.task.name, f"a micro-batch does not run through it ({_first_line(error)})",
+                           "check that it trains on one worker") from error  # fmt: skip
 
 
-def _holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, worker: FakeWorker, work: WorkerLoad, whole: bool
-) -> list[WorkerMemory]:
-    """Of all workers at the same place of the pipeline as `rank`."""
-    held, step = worker.held, dry_step(worker, work)
+def _holdings(setup: _Setup, rank: int, worker: FakeWorker) -> list[WorkerMemory]:
+    """The memory of all workers at the pipeline coordinate of `rank`."""
+    places, held, step = setup.places, worker.held, dry_step(worker, setup.work)
     if held.pipeline is not None:
-        step = with_messages(step, _crossing(places, rank, held, work))
-    if places.replicas > 1 and _sums(config):
+        step = with_messages(step, _crossing(places, rank, held, setup.work))
+    if places.replicas > 1 and _sums(setup.config):
         summed = sum(shard_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
         step = with_messages(step, {CollectiveCall("all-reduce", places.along(rank, "replica"), summed): 1})
     here = places.of(rank).pipeline
     alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
         parts = {name: local_shape(leaf, places, other) for name, leaf in held.leaves.items()}
-        stepped = SteppedTensors.wholes(held.leaves, places, other) if whole else SteppedTensors.parts(parts)
+        stepped = SteppedTensors.wholes(held.leaves, places, other) if setup.whole else SteppedTensors.parts(parts)
         alike[tuple(parts.items()), stepped].append(other)
-    return [_holding(task, places, worker, step, dict(parts), stepped, workers)
+    return [_holding(setup.task, places, worker, step, dict(parts), stepped, workers)
             for (parts, stepped), workers in alike.items()]  # fmt: skip
 
 
@@ -240,8 +252,8 @@ def _holding(
 def _arrivals(
     task: Task, batch: Any, places: RankMesh, sample: Sample
 ) -> tuple[tuple[str, ...], dict[int, MetaTensors]]:
-    """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
-    measure."""
+    """Where stages begin, and the input of each for a micro-batch, from the whole model. Stages are balanced by bytes,
+    as nothing is measured."""
     layout = places.layout
     model = record(partial(create_model, task)).model
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
@@ -275,12 +287,12 @@ def _crossing(places: RankMesh, rank: int, held: Any, work: WorkerLoad) -> Count
 
 
 def shard_bytes(leaf: Tensor, places: RankMesh, rank: int, width: int) -> int:
-    """Of the part of `leaf` that `rank` has, at `width` bytes a number."""
+    """Bytes of the part of `leaf` on `rank`, at `width` bytes per element."""
     return torch.Size(local_shape(leaf, places, rank)).numel() * width
 
 
 def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: str) -> Iterator[Traffic]:
-    """What `messages` come to, by axes and kind."""
+    """The sums of `messages`, by axes and kind."""
     found: dict[tuple[str, str], Counter[CollectiveCall]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
@@ -292,7 +304,7 @@ def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: s
 
 
 def _merged(holdings: list[WorkerMemory]) -> list[WorkerMemory]:
-    """Those that are the same as one."""
+    """Merge entries that differ only in their workers."""
     found: dict[WorkerMemory, list[int]] = defaultdict(list)
     for each in holdings:
         found[replace(each, workers=())] += each.workers
@@ -301,7 +313,7 @@ def _merged(holdings: list[WorkerMemory]) -> list[WorkerMemory]:
 
 
 def _sums(config: Config) -> bool:
-    """Whether replicas add up their gradients in every step, as they are."""
+    """Whether replicas sum their gradients in every step, uncompressed."""
     return config.sync == AllReduce() and show(config.compress) == "Cast()"
 
 
@@ -309,31 +321,31 @@ def _between_replicas(config: Config, places: RankMesh) -> list[str]:
     if places.replicas == 1 or _sums(config):
         return []
     how = f"{show(config.sync)} and {show(config.compress)}"
-    return [f"what passes between the {places.replicas} replicas is up to {how}, and not counted here"]
+    return [f"messages between the {places.replicas} replicas depend on {how}, and are not included"]
 
 
 def _uncounted(config: Config) -> list[str]:
-    """Of what is asked for, what these figures leave out."""
+    """Notes on requested settings that the estimate does not include."""
     left_out = {
-        "a run cuts stages by the time that they take, which may be elsewhere": (
+        "a run balances stages by measured time, so its cuts may differ": (
             config.layout.pipeline > 1 and not config.layout.cuts
         ),
-        "blocks that are computed again hold their inputs, which activations leave out": config.activation_checkpointing
+        "checkpointed blocks save their inputs, which activations do not include": config.activation_checkpointing
         != "none",
-        "sync_batchnorm sends statistics, which messages leave out": config.sync_batchnorm,
+        "sync_batchnorm sends statistics, which messages do not include": config.sync_batchnorm,
     }
     return [words for words, applies in left_out.items() if applies]
 
 
 @contextlib.contextmanager
 def _captured_log(notes: list[str]) -> Iterator[None]:
-    """What laying a model out says to the log goes to `notes`."""
+    """Append the log messages of applying a layout to `notes`."""
 
-    class Taking(logging.Handler):
+    class Appending(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             notes.append(record.getMessage())
 
-    handler, before = Taking(logging.INFO), LOG.level
+    handler, before = Appending(logging.INFO), LOG.level
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     try:

@@ -1,4 +1,4 @@
-"""A layout, foretold, for the eye."""
+"""A layout's estimate as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-_LABELS, _NARROWEST = 34, 15  # columns of the words on the left, and of what one group of workers holds
+_LABELS, _NARROWEST = 34, 15  # columns of the labels, and of one group of workers
 _MEMORY_ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "buffers": "buffers",
-    "gathered": "parameters gathered, for a while",
+    "gathered": "parameters gathered, temporarily",
     "activations": "activations of a micro-batch",
-    "in_flight": "activations of all on their way",
+    "in_flight": "activations of all in flight",
     "total": "at once, at most",
 }
 _WHOLE = " stays whole: "
 
 
-def heading(task: str, laid: Mapping[str, Any]) -> str:
-    """What all of it is about, in one sentence."""
-    workers, replicas, each = laid["workers"], laid["replicas"], laid["micro_batches"]
+def heading(task: str, estimate: Mapping[str, Any]) -> str:
+    """A sentence with task, layout and batch sizes."""
+    workers, replicas, each = estimate["workers"], estimate["replicas"], estimate["micro_batches"]
+    samples = _many(estimate["micro_batch"], "sample")
     return (
-        f"{task}, {laid['parameters']:,} parameters, as {laid['layout']} on {_many(workers, 'worker')}: "
-        f"{_many(replicas, 'replica')}, {_many(each, 'micro-batch', 'es')} of {_many(laid['micro_batch'], 'sample')} "
-        "on each worker in a step"
+        f"{task}, {estimate['parameters']:,} parameters, as {estimate['layout']} on {_many(workers, 'worker')}: "
+        f"{_many(replicas, 'replica')}, {_many(each, 'micro-batch', 'es')} of {samples} on each worker in a step"
     )
 
 
-def tables(laid: Mapping[str, Any], width: int) -> list[Table]:
-    """What is held, and then what is sent; one column for workers that hold the same, in as many tables as stay within
+def tables(estimate: Mapping[str, Any], width: int) -> list[Table]:
+    """Memory and messages; one column for workers with the same numbers, in as many tables as needed to stay within
     `width` columns."""
     side_by_side = max(1, (width - _LABELS) // _NARROWEST)
-    holdings = laid["holdings"]
+    holdings = estimate["holdings"]
     found = []
     for i in range(0, len(holdings), side_by_side):
         some = holdings[i : i + side_by_side]
-        found += [_held(some, laid["memory"]), *_sent(some)]
+        found += [_held(some, estimate["memory"]), *_sent(some)]
     return found
 
 
-def notes(laid: Mapping[str, Any]) -> Iterator[str]:
-    """What it comes to in all, and what was noticed."""
-    memory = laid["memory"]
+def notes(estimate: Mapping[str, Any]) -> Iterator[str]:
+    """The total memory, and the notes of the estimate."""
+    memory = estimate["memory"]
     if memory["shared"]:
-        needed = sum(each["total"] * len(each["workers"]) for each in laid["holdings"])
-        yield (f"All of them here: {decimal(needed)} of the {decimal(memory['bytes'])} of {memory['name']} "
-               f"({_share(needed, memory['bytes'])}), besides what a process takes by itself.")  # fmt: skip
+        needed = sum(each["total"] * len(each["workers"]) for each in estimate["holdings"])
+        yield (f"All of them on this machine: {decimal(needed)} of the {decimal(memory['bytes'])} of {memory['name']} "
+               f"({_share(needed, memory['bytes'])}), besides the memory of each process itself.")  # fmt: skip
     else:
-        needed = max(each["total"] for each in laid["holdings"])
+        needed = max(each["total"] for each in estimate["holdings"])
         yield (f"Of the {decimal(memory['bytes'])} of one {memory['name']}, a worker needs up to {decimal(needed)} "
                f"({_share(needed, memory['bytes'])}).")  # fmt: skip
     whole: dict[str, list[str]] = {}
-    for note in laid["notes"]:
+    for note in estimate["notes"]:
         if _WHOLE in note:
             name, _, why = note.partition(_WHOLE)
             whole.setdefault(_starred(why), []).append(_starred(name))
@@ -129,7 +129,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _starred(name: str) -> str:
-    """Blocks of a list as one."""
+    """Replace the indices of a list's blocks by a star."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

@@ -1,10 +1,10 @@
-"""A trainer whose time is made up: what it computes is real, how long that takes is not.
+"""A trainer on a virtual clock: its computation is real, its time is simulated.
 
-    clock   ├── forward 1/3 ──┼── backward 2/3: a parameter's share of it before its gradient is there ──┤
-                 └ a module's share of it when its forward pass is over
+    clock   ├── forward 1/3 ──┼── backward 2/3: a parameter's part of it before its gradient is available ──┤
+                 └ a module's part of it at the end of its forward pass
 
-Weights so are needed, and gradients come, one after the other, and what travels meanwhile is hidden behind what is
-still to be computed, as it is in reality.
+So weights are needed and gradients become available one after the other, and messages overlap with the remaining
+computation, as in reality.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from unisono.comm import Simulated
 from unisono.tensors.batch import Batch
 from unisono.trainer.micro_batches import MicroBatchRunner
 
-FORWARD = 1 / 3  # backward computes two products where forward computes one
-_GRAIN = 1 / 32  # of backward: smaller parameters move the clock together with the next, as every move costs a switch
+FORWARD = 1 / 3  # backward computes two matrix products for each one of forward
+# Of backward: smaller parameters advance the clock together with the next ones, as each advance is a thread switch.
+_GRAIN = 1 / 32
 _FORWARD_GRAIN = 1 / 8  # of forward
 
 
 class ClockPacer:
-    """Moves the clock of one virtual worker while it computes.
+    """Advances the clock of one virtual worker while it computes.
 
     Args:
-        model: the time of forward is divided among its modules, and that of backward among its parameters, by their
-            size.
+        model: the time of forward is divided among its modules, and that of backward among its parameters, by size.
         seconds: of one micro-batch of a step.
-        by_module: False: forward passes at once, as a compiled model has no modules that could be seen to begin.
+        by_module: False: the time of forward passes at once, as the modules of a compiled model have no hooks.
 
     Attributes:
-        busy_seconds: computed so far.
+        busy_seconds: total compute time.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ClockPacer:
         self._forward = self._forward_due = self._forward_left = 0.0
         parameters = [p for p in model.parameters() if p.requires_grad]
         total = sum(p.numel() for p in parameters)
-        for p in parameters:  # before those of the replica, which hand the gradient on
+        for p in parameters:  # before the replica's hooks, which pass the gradient on
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, p.numel() / max(1, total)))
         for module in model.modules() if by_module else ():
             numel = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
@@ -56,7 +56,7 @@ class ClockPacer:
             model.register_forward_hook(lambda *_: self._advance_forward(self._forward_left))
 
     def begin(self, step: int) -> None:
-        """A micro-batch of `step` begins."""
+        """Begin a micro-batch of `step`."""
         self._left = self._seconds(step)
         self._forward = self._forward_left = self._left * FORWARD
         self._backward, self._due, self._forward_due = self._left - self._forward, 0.0, 0.0
@@ -64,7 +64,7 @@ class ClockPacer:
             self._advance_forward(self._forward)
 
     def end(self) -> None:
-        """Its backward pass is over; whatever of its time has not passed, passes now."""
+        """End the micro-batch; its remaining time passes now."""
         self._advance(self._left)
 
     def _on_module(self, share: float, *_: Any) -> None:

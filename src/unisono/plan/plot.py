@@ -1,4 +1,4 @@
-"""Curves as a picture in a file, by matplotlib."""
+"""Loss curves as an image file, by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ _MEGABYTE = 1e6
 
 
 def check(field: str, path: str) -> Path:
-    """Where the picture will lie.
+    """The path of the image.
 
     Raises:
-        InvalidInput: not a kind of picture that can be drawn, no such directory, or no matplotlib.
+        InvalidInput: an unknown image format, no such directory, or no matplotlib.
     """
     file = Path(path).absolute()
     if file.suffix.lower() not in KINDS:
-        raise InvalidInput(field, path, "not a kind of picture that can be drawn", f"end it with {' or '.join(KINDS)}")
+        raise InvalidInput(field, path, "not a supported image format", f"end it with {' or '.join(KINDS)}")
     if not file.parent.is_dir() or file.is_dir():
         problem = "a directory" if file.is_dir() else f"there is no directory {file.parent}"
-        raise InvalidInput(field, path, problem, "make it, or name another file")
+        raise InvalidInput(field, path, problem, "create it, or name another file")
     if find_spec("matplotlib") is None:
-        raise InvalidInput(field, path, "it is drawn by matplotlib, which is missing", "pip install 'unisono[plot]'")
+        raise InvalidInput(
+            field, path, "plotting needs matplotlib, which is not installed", "pip install 'unisono[plot]'"
+        )
     return file
 
 
 def draw(path: Path, title: str, forecasts: Mapping[str, Forecast]) -> None:
-    """Loss over time and over bytes, side by side.
+    """Plot loss over time and over bytes, side by side.
 
     Raises:
         UnisonoError: `path` cannot be written.
     """
-    from matplotlib.figure import Figure  # takes half a second to import
+    from matplotlib.figure import Figure  # its import takes half a second
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over_time, over_bytes = figure.subplots(1, 2, sharey=True)
@@ -58,4 +60,4 @@ def draw(path: Path, title: str, forecasts: Mapping[str, Forecast]) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise UnisonoError(f"the picture was not written to {path}: {error.strerror}") from error
+        raise UnisonoError(f"the plot was not written to {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Several ways of one run on one cluster: from what a user wrote to values."""
+"""Variants of one run on one cluster: from the user's text to values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from unisono.run.resolve import settle
 from unisono.tasks.task import Task, build_dataset
 
 AUTO = "auto"
-# What arrives of a link's rate: 1448 of the 1514 bytes of a frame are payload, and sums and gathers of a megabyte and
-# more reach 0.86 to 0.94 of that on TCP (python -m benchmarks links).
+# The usable part of a link's rate: 1448 of the 1514 bytes of a frame are payload, and sums and gathers of a megabyte
+# and more reach 0.86 to 0.94 of that on TCP (python -m benchmarks links).
 _GOODPUT = 1448 / 1514 * 0.92
 
 
 def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
-    """Every way by its name, the command's own first.
+    """Every variant by its name, the command's own first.
 
     Raises:
-        InvalidInput: a way cannot be read or cannot work, or two are the same.
+        InvalidInput: a variant cannot be read or cannot work, or two are the same.
     """
     found: dict[str, Config] = {}
     for text in ["", *against]:
@@ -37,17 +37,16 @@ def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) ->
                 "layout",
                 str(config.layout),
                 "virtual workers are whole replicas",
-                "leave it out: forecast the replicas",
+                "omit it, and simulate the replicas",
             )
         if config in found.values():
-            raise InvalidInput("--against", text, "the same as another way", "leave one of them out")
+            raise InvalidInput("--against", text, "the same as another variant", "omit one of them")
         found[label(config, changed)] = config
     return found
 
 
 def fitted(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings `given`, with a global batch of one micro-batch per worker where the task's or the library's own has
-    fewer micro-batches, and `given` does not say what it is to be."""
+    """The settings `given`, with a global batch of at least one micro-batch per worker, unless `given` sets one."""
     asked = Config.of({**task.defaults, **given})
     config = settle(task, {**given, "workers": asked.layout.workers})
     batch, micro = config.global_batch, config.micro_batch
@@ -60,27 +59,27 @@ def fitted(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured(task: Task, config: Config, compute: str) -> str:
-    """`compute`, or what is measured now if that is ``auto``: in words that say the same the next time.
+    """`compute`, or the measured time as text if it is ``auto``.
 
     Raises:
-        InvalidInput: what is asked for cannot work.
+        InvalidInput: task or configuration cannot work.
     """
     return f"{1e3 * share_seconds(task, config):.4g}ms" if compute.strip() == AUTO else compute
 
 
 def cluster(config: Config, link: str, latency: str, compute: str, share_samples: float) -> Cluster:
-    """What `config` runs on, as the options say.
+    """The cluster of the options.
 
     Raises:
-        InvalidInput: an option that cannot be read, or neither one value nor one for each worker.
+        InvalidInput: an option that cannot be read, or that has neither one value nor one for each worker.
     """
-    spoken = Compute.of("--compute", compute)
-    spoken.check("--compute", compute, config.workers)
-    return Cluster(_links(link, latency, config.workers), spoken, share_samples)
+    parsed = Compute.of("--compute", compute)
+    parsed.check("--compute", compute, config.workers)
+    return Cluster(_links(link, latency, config.workers), parsed, share_samples)
 
 
 def share_samples(config: Config) -> float:
-    """What one worker computes of a step, if all compute alike."""
+    """The samples of one worker in a step, if all compute equally."""
     assert config.global_batch is not None  # it is settled
     return config.global_batch / config.workers
 
@@ -91,6 +90,6 @@ def _links(link: str, latency: str, workers: int) -> tuple[Link, ...]:
     for name, text, values in (("--link", link, rates), ("--latency", latency, delays)):
         if len(values) not in (1, workers):
             problem = f"{len(values)} values for {workers} worker{'s' * (workers != 1)}"
-            raise InvalidInput(name, text, problem, "give one for all, or one for each")
+            raise InvalidInput(name, text, problem, "pass one for all, or one for each")
     count = max(len(rates), len(delays))
     return tuple(Link(_GOODPUT * rates[i % len(rates)], delays[i % len(delays)]) for i in range(count))

@@ -1,8 +1,8 @@
-"""What a run will be like: the trainer and the synchronizer themselves, on virtual workers and a made-up clock.
+"""Forecasts a run: the real trainer and synchronizer, on virtual workers and a virtual clock.
 
-The weights, losses and bytes are real: the same that processes would compute and send. The time is made up: of
-`Compute` while a worker computes, of `unisono.comm.link_model` while messages travel. What compressing costs the
-processor is not in it, nor the loading of data, nor evaluation.
+Weights, losses and bytes are real: the same that processes would compute and send. The time is simulated: `Compute`
+gives that of computation, `unisono.comm.link_model` that of messages. It includes neither the cost of compression, nor
+loading of data, nor evaluation.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
 
-_PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
+_PATIENCE_SECONDS = 1e9  # of virtual time: a slow link must not count as a lost worker
 OnProgress = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What trains: the workers' links, one for all or one each, and how long they compute.
+    """The workers' links, one for all or one each, and their compute times.
 
     Args:
-        share_samples: that a share in `compute` has; None: ``global_batch / workers`` of whatever is forecast.
+        share_samples: the samples of a share in `compute`; None: ``global_batch / workers`` of the simulated run.
     """
 
     links: tuple[Link, ...]
@@ -53,14 +53,14 @@ class Cluster:
     share_samples: float | None = None
 
     def link(self, workers: int) -> Sequence[Link]:
-        """One for each of `workers`."""
+        """One link for each of `workers`."""
         return self.links * workers if len(self.links) == 1 else self.links
 
 
 @dataclass(frozen=True)
 class Point:
-    """After `step` steps: seconds since the first began, the most bytes that a worker has sent, the training loss
-    (where workers know only their own, the mean of these)."""
+    """The state after `step` steps: seconds since the start, the maximum of bytes that a worker has sent, the training
+    loss (the workers' mean, where each knows only its own)."""
 
     step: int
     seconds: float
@@ -70,16 +70,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will be like.
+    """The forecast of a run.
 
     Args:
         seconds: for all steps.
-        step_seconds_median, step_seconds_low, step_seconds_high: from the end of one step, by its last worker, to that
-            of the next; between low and high lie eight of ten.
-        waiting: share of the workers' time in which they do not compute: they wait for a link, or for each other.
-        bytes_per_worker: that the worker who sends most sends in all.
+        step_seconds_median, step_seconds_low, step_seconds_high: between the ends of two consecutive steps, each by its
+            last worker; eight of ten steps are between low and high.
+        waiting: the share of workers' time without computation: they wait for a link or for each other.
+        bytes_per_worker: the maximum over workers of bytes sent.
         loss: of the last step.
-        metrics: of the evaluation at the end.
+        metrics: of the final evaluation.
         weights_sha256: as of `Result`.
     """
 
@@ -97,33 +97,33 @@ class Forecast:
 
     @property
     def steps_per_second(self) -> float:
-        """Over the whole run."""
+        """The mean over the whole run."""
         return self.steps / self.seconds if self.seconds else math.inf
 
 
 def forecast(task: Task, config: Config, cluster: Cluster, tell: OnProgress = lambda message: None) -> Forecast:
-    """Train `task` as `config` says on virtual workers; processes, disks and devices in `config` mean nothing here.
+    """Train `task` with `config` on virtual workers; settings for processes, disks and devices are ignored.
 
     Args:
-        tell: hears of progress, as `unisono.observe.display.Display` does.
+        tell: called with progress messages, as for `unisono.observe.display.Display`.
 
     Raises:
-        InvalidInput: what is asked for cannot work.
+        InvalidInput: task or configuration cannot work.
         Diverged: the loss is not finite.
         WorkerFailed: an exception in the user's code.
     """
     task, config = with_data(task), replace(config, load=Inline(), checkpoint_every=0, device="cpu")
     with contextlib.ExitStack() as stack:
-        DataFeed(task, config, 0, config.workers, stack)  # what is wrong with the plan is said before threads start
-    lives = simulate(
+        DataFeed(task, config, 0, config.workers, stack)  # raises errors of the plan before threads start
+    traces = simulate(
         config.workers, _run_worker, task, config, cluster, tell, link=cluster.link(config.workers),
         seed=config.seed, timeout_seconds=_PATIENCE_SECONDS)  # fmt: skip
-    return summarize(lives)
+    return summarize(traces)
 
 
 @dataclass(frozen=True)
 class WorkerTrace:
-    """What one virtual worker has seen: its points, with its own bytes and losses, and what it did in all."""
+    """The record of one virtual worker: points with its own bytes and losses, and totals."""
 
     points: Sequence[Point]
     seconds: float
@@ -133,30 +133,30 @@ class WorkerTrace:
     weights_sha256: str
 
 
-def summarize(lives: Sequence[WorkerTrace]) -> Forecast:
-    """What all workers have seen, together."""
-    points = _points([point for life in lives for point in life.points])
+def summarize(traces: Sequence[WorkerTrace]) -> Forecast:
+    """The forecast from the traces of all workers."""
+    points = _points([point for trace in traces for point in trace.points])
     ends = [0.0, *(point.seconds for point in points)]
     low, median, high = quantiles([after - before for before, after in pairwise(ends)], 0.1, 0.5, 0.9)
-    seconds = max(life.seconds for life in lives)
-    passed = sum(life.seconds for life in lives)
+    seconds = max(trace.seconds for trace in traces)
+    passed = sum(trace.seconds for trace in traces)
     return Forecast(
         steps=points[-1].step,
         seconds=seconds,
         step_seconds_median=median,
         step_seconds_low=low,
         step_seconds_high=high,
-        waiting=max(0.0, 1 - sum(life.busy_seconds for life in lives) / passed) if passed else 0.0,
-        bytes_per_worker=max(life.bytes for life in lives),
+        waiting=max(0.0, 1 - sum(trace.busy_seconds for trace in traces) / passed) if passed else 0.0,
+        bytes_per_worker=max(trace.bytes for trace in traces),
         loss=points[-1].loss,
-        metrics=lives[0].metrics,
-        weights_sha256=lives[0].weights_sha256,
+        metrics=traces[0].metrics,
+        weights_sha256=traces[0].weights_sha256,
         points=tuple(points),
     )
 
 
 def _points(seen: Sequence[Point]) -> list[Point]:
-    """One point a step; a step is over when its last worker is done with it, and with all before it."""
+    """One point per step. A step ends when its last worker has ended it and all earlier ones."""
     by_step: dict[int, list[Point]] = {}
     for point in seen:
         by_step.setdefault(point.step, []).append(point)
@@ -184,7 +184,7 @@ class _TraceRecorder:
 
     @property
     def bytes(self) -> int:
-        """Sent since it was opened."""
+        """Bytes sent since its creation."""
         return self._comm.bytes_sent - self._sent
 
     def event(self, event: str, /, **fields: Any) -> None:
@@ -205,7 +205,7 @@ class _TraceRecorder:
 
 
 def _run_worker(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: OnProgress) -> WorkerTrace:
-    """What one virtual worker does."""
+    """The body of one virtual worker."""
     try:
         with contextlib.ExitStack() as stack:
             return _train(comm, task, config, cluster, tell, stack)

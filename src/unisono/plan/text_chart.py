@@ -1,4 +1,4 @@
-"""Curves in a terminal, one letter cell a point."""
+"""Curves in a terminal, one character cell per point."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unisono.observe.formatting import number
 MARKS = "●○×+◆*"
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 Curve = Sequence[tuple[float, float]]
-_LOGARITHMIC_FROM = 8.0  # the longest curve over the shortest, from where a straight axis would hide the shortest
-_DECADES = 3.0  # that a logarithmic axis shows at most
+_LOGARITHMIC_FROM = 8.0  # ratio of the longest curve to the shortest, from which a linear axis would hide the shortest
+_DECADES = 3.0  # the maximum of a logarithmic axis
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From numbers to ``0 .. cells - 1``."""
+    """Maps numbers to ``0 .. cells - 1``."""
 
     least: float
     most: float
@@ -28,7 +28,7 @@ class Axis:
     logarithmic: bool = False
 
     def cell(self, value: float) -> int:
-        """Where `value` lies; what is outside, at the edge."""
+        """The cell of `value`, clipped to the axis."""
         above = value >= self.most > self.least
         least, most, value = (math.log(max(v, self.least)) if self.logarithmic else v
                               for v in (self.least, self.most, value))  # fmt: skip
@@ -40,10 +40,10 @@ class Axis:
 def chart(
     title: str, curves: Mapping[str, Curve], unit: Callable[[float], str], *, width: int, height: int = 12
 ) -> Text:
-    """`curves` by name as text of `width` columns; a cell shows the mean of what falls into its column.
+    """`curves` by name as text of `width` columns; a cell shows the mean of the values in its column.
 
     Args:
-        unit: how a number of the horizontal axis is written.
+        unit: formats a number of the horizontal axis.
     """
     finite = {name: [(x, y) for x, y in curve if math.isfinite(y)] for name, curve in curves.items()}
     xs, ys = ([point[i] for curve in finite.values() for point in curve] for i in (0, 1))
@@ -53,7 +53,7 @@ def chart(
     across = _across([curve for curve in finite.values() if curve], max(16, width - side - 3))
     up = Axis(min(ys), max(ys), height)
     cells: dict[tuple[int, int], int] = {}
-    for i, curve in reversed(list(enumerate(finite.values()))):  # the first lies on top
+    for i, curve in reversed(list(enumerate(finite.values()))):  # the first is on top
         cells |= {(column, up.cell(value)): i for column, value in _means(curve, across).items()}
     made = Text.assemble((title, "bold"), "\n")
     for row in range(height - 1, -1, -1):
@@ -70,17 +70,17 @@ def chart(
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them."""
+    """Bytes as human-readable text."""
     return decimal(round(count))
 
 
 def legend(names: Sequence[str]) -> Text:
-    """Which mark is whose."""
+    """The mark of each curve."""
     return Text("   ").join(Text.assemble(mark(i), " ", name) for i, name in enumerate(names))
 
 
 def mark(i: int) -> Text:
-    """The mark of the curve with number `i`."""
+    """The mark of curve `i`."""
     return Text(MARKS[i % len(MARKS)], style=COLOURS[i % len(COLOURS)])
 
 

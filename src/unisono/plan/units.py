@@ -1,4 +1,4 @@
-"""Rates and times as a person writes them: ``100Mbit``, ``12.5MB/s``, ``20ms``."""
+"""Parses rates and times: ``100Mbit``, ``12.5MB/s``, ``20ms``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([^0-9.\s
 
 
 def bytes_per_second(field: str, text: str) -> float:
-    """A link's rate: bits (``100Mbit``, ``1Gbit/s``, ``1Gbps``) or bytes (``12.5MB/s``) a second.
+    """A link's rate: bits (``100Mbit``, ``1Gbit/s``, ``1Gbps``) or bytes (``12.5MB/s``) per second.
 
     Raises:
-        InvalidInput: it is written otherwise, or is not above 0.
+        InvalidInput: another notation, or not above 0.
     """
     cure = "write for instance 100Mbit, 1Gbit or 12.5MB/s"
     number, unit = _split(field, text, cure)
@@ -33,7 +33,7 @@ def seconds(field: str, text: str) -> float:
     """A time: ``20ms``, ``1.5s``, ``50us``; 0 needs no unit.
 
     Raises:
-        InvalidInput: it is written otherwise, or has no unit.
+        InvalidInput: another notation, or no unit.
     """
     cure = "write for instance 20ms, 50us or 1.5s"
     if text.strip() == "0":

@@ -1,8 +1,8 @@
-"""What is compared: the command as it stands, and ways that differ from it in what replicas agree by.
+"""Variants of a run to compare: the command's own, and others with another synchronizer, compressor or setting.
 
-DiLoCo(every=32) + Quantize(4)             a synchronizer, and with what; alone it sends what it has as it is
-Quantize(4)                                a compressor: the synchronizer stays
-LocalSGD(every=8) + lr=0.1                 and any setting besides
+DiLoCo(every=32) + Quantize(4)             a synchronizer and its compressor; alone it sends uncompressed
+Quantize(4)                                a compressor; the synchronizer is unchanged
+LocalSGD(every=8) + lr=0.1                 any other setting
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _CURE = "write for instance 'DiLoCo(every=32) + Quantize(4)'"
 
 
 def changes(field: str, text: str) -> dict[str, Any]:
-    """The Config fields that the way in `text` changes, their values as text.
+    """The Config fields that the variant in `text` changes, their values as text.
 
     Raises:
-        InvalidInput: a term is neither a synchronizer, nor a compressor, nor a setting, or one is given twice.
+        InvalidInput: a term is not a synchronizer, a compressor or a setting, or one occurs twice.
     """
     found: dict[str, Any] = {}
     for term in _terms(text):
         name, value = _change(field, text, term)
         if name in found:
-            raise InvalidInput(field, text, f"{name} is given twice", _CURE)
+            raise InvalidInput(field, text, f"{name} occurs twice", _CURE)
         found[name] = value
     return {"compress": show(Cast()), **found} if "sync" in found else found
 
 
 def label(config: Config, changed: Mapping[str, Any]) -> str:
-    """A way's name: what it agrees by, and what else it has `changed`."""
+    """A variant's name: synchronizer, compressor, and other changed settings."""
     others = [f"{name}={value}" for name, value in changed.items() if name not in ("sync", "compress")]
     compress = [] if config.compress == Cast() else [show(config.compress)]
     return " + ".join([show(config.sync), *compress, *others])
 
 
 def _terms(text: str) -> list[str]:
-    """`text` cut at every plus sign outside of parentheses and quotes."""
+    """`text` split at every plus sign outside of parentheses and quotes."""
     terms, depth, quote = [""], 0, ""
-    for letter in text:
-        quote = "" if letter == quote else quote or (letter if letter in "'\"" else "")
-        depth += (letter in "([") - (letter in ")]") if not quote else 0
-        if letter == "+" and depth == 0 and not quote:
+    for character in text:
+        quote = "" if character == quote else quote or (character if character in "'\"" else "")
+        depth += (character in "([") - (character in ")]") if not quote else 0
+        if character == "+" and depth == 0 and not quote:
             terms.append("")
         else:
-            terms[-1] += letter
+            terms[-1] += character
     return [term.strip() for term in terms]
 
 

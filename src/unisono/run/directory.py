@@ -68,7 +68,7 @@ def resumable(path: Path) -> Iterator[None]:
     except InvalidInput:
         raise
     except Exception as error:
-        error.add_note(f"the run lies in {path}; go on with Config(run_dir={str(path)!r}, resume=True)")
+        error.add_note(f"the run directory is {path}; resume with Config(run_dir={str(path)!r}, resume=True)")
         raise
 
 

@@ -1,21 +1,21 @@
-"""Servers keep the weights and take the optimizer's steps; workers push gradients and pull weights.
+"""Servers have the weights and take the optimizer's steps; workers push gradients and pull weights.
 
     Li et al. 2014     "Scaling distributed machine learning with the parameter server": shards, push and pull, a copy
                        of each shard on the next server
     Ho et al. 2013     "More effective distributed ML via a stale synchronous parallel parameter server": a worker at
-                       step t computes on weights that hold everything up to step t - staleness
+                       step t computes on weights that include all updates up to step t - staleness
     Dean et al. 2012   "Large scale distributed deep networks": asynchronous steps
     Zheng et al. 2017  "Asynchronous SGD with delay compensation"; Zhang et al. 2016, "Staleness-aware async-SGD"
     Chen et al. 2016   "Revisiting distributed synchronous SGD": backup workers
-    Jayarajan et al. 2019  "Priority-based parameter propagation": slices, and what is needed first travels first
+    Jayarajan et al. 2019  "Priority-based parameter propagation": slices, in the order in which they are needed
 
-All of these are one server. Work is a sequence of micro-batches in the seeded order; as many as are in a global batch
-make one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a
-synchronous one. What differs is on which weights a micro-batch of step t may be computed: of version t and no other,
-of version t - staleness or newer, or of any.
+All of these are one server. Work is a sequence of micro-batches in the seeded order; those of a global batch make one
+step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a synchronous one.
+They differ in the weights on which a micro-batch of step t may be computed: of version t only, of version
+t - staleness or newer, or of any version.
 
-New weights travel while the next forward pass is under way: each module begins as soon as its own are here. They are
-sent in the order in which the model registers its parameters.
+New weights are in flight during the next forward pass: each module waits for its own weights only. They are sent in
+the order in which the model registers its parameters.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono import notation
 from unisono.comm import Communicator
-from unisono.compress import Compressor
+from unisono.compress import BOUND_COMPRESSORS, Compressor
 from unisono.errors import InvalidInput
 from unisono.sync.server.asynchronous import AsynchronousClient, StalenessBound
-from unisono.sync.server.client import ServerClient
-from unisono.sync.server.delay_compensation import Compensation
+from unisono.sync.server.client import ServerClient, Servers
+from unisono.sync.server.delay_compensation import COMPENSATIONS, Compensation
 from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import kind_of, numbers_of
 from unisono.sync.server.slices import Slice, plan_slices
 from unisono.sync.server.synchronous import SynchronousClient
-from unisono.sync.server.value_codec import write
 from unisono.sync.synchronizer import Loop
 from unisono.sync.work_leasing import LeaseClient, lease
 
 SERVICE = "unisono.sync.server.actor:serve"
-_SMALL_PART = 1 / 16  # of an update: weights that lack so much are as good
+_SMALL_PART = 1 / 16  # of an update: weights that lack this much are as good
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,27 @@ class ParameterServer:
     """Weights and optimizer in server processes, in shards of about the same size.
 
     Args:
-        servers: processes that keep the weights.
-        staleness: how many steps the weights of a micro-batch may be behind its own step. 0: the workers are in
-            lockstep, and the result is that of all-reduce. Otherwise work is leased out, and a fast worker does more
-            of it, and waits only at the bound; ``inf`` is fully asynchronous.
-        compensate: what servers do about gradients that come late: `DelayCompensation` or `ScaledByStaleness`.
-        backup_workers: without staleness, go on with the gradients of all workers but so many; the late ones are
-            dropped and counted, and their worker goes on with the step that the others are at.
-        copies: how many servers have each shard; 2 outlive the loss of a server. None: 2 where there are as many.
-        slice_bytes: in how large slices weights and gradients travel. A module waits for all slices that have some of
-            its weights.
-        per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous
-            SGD, of as many steps as there are micro-batches. With staleness only.
-        start: steps at the beginning of training, of which every micro-batch is computed on weights of that step: while
-            they move fast, old gradients do most harm (the warm start of Dean et al.). With staleness only.
-        lease: micro-batches that a worker is given at once and pushes as one; None: its part of an update, if all were
-            as fast. Smaller leases travel more often, are less often late, and leave less to wait for. With staleness
+        servers: number of server processes.
+        staleness: by how many steps the weights for a micro-batch may be older than its step. 0: workers are
+            synchronous, and the result is that of all-reduce. Otherwise work is leased, so that a fast worker computes
+            more, and waits only at the bound; ``inf`` is fully asynchronous.
+        compensate: the correction of stale gradients: `DelayCompensation` or `ScaledByStaleness`.
+        backup_workers: without staleness, how many workers' gradients a step does not wait for. Late ones are dropped
+            and counted, and their worker continues with the current step of the others.
+        copies: how many servers have each shard; with 2, the run survives the loss of a server. None: 2 if there are
+            at least 2 servers.
+        slice_bytes: size of the slices in which weights and gradients are sent. A module waits for all slices that
+            contain its weights.
+        per_update: micro-batches of one step of a server; None: a global batch. 1 is classic asynchronous SGD, with a
+            step per micro-batch. With staleness only.
+        start: steps at the beginning of training whose micro-batches are computed on weights of that step: stale
+            gradients do most harm while weights change fast (the warm start of Dean et al.). With staleness only.
+        lease: micro-batches that a worker leases at once and pushes as one; None: its part of an update at equal
+            speeds. Smaller leases need more messages, are stale less often, and cause shorter waits. With staleness
             only.
 
-    With backup workers, with ``overlap=False``, in a compiled model and in loops of the user's own all weights are
-    waited for before the step ends.
+    A step waits for all new weights with backup workers, with ``overlap=False``, in a compiled model, and in a user's
+    own loop.
 
     Raises:
         ValueError: a number out of its bounds, or two arguments that exclude each other.
@@ -110,7 +111,7 @@ class ParameterServer:
 
     @property
     def synchronous(self) -> bool:
-        """Whether every step is all workers' together."""
+        """Whether every step uses the gradients of all workers."""
         return not self.staleness and not self.backup_workers
 
     def bind(
@@ -119,7 +120,8 @@ class ParameterServer:
         """See `Synchronizer.bind`.
 
         Raises:
-            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches.
+            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches; a
+                compressor or compensation that does not come with Unisono, which a server process cannot make.
         """
         optimizer, micro_batches = loop.optimizer, loop.micro_batches
         self._check(comm.size, micro_batches)
@@ -134,29 +136,29 @@ class ParameterServer:
             ShardClient(s, [connections[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
-        world = trained, comm.channel("workers"), slices, shard_clients, optimizer, loop.overlap
+        servers = Servers(trained, comm.channel("workers"), slices, shard_clients, optimizer, loop.overlap)
         if self.synchronous:
-            return SynchronousClient(*world)
+            return SynchronousClient(servers)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
         bound = StalenessBound(micro_batches, needed, self.staleness, self.start)
         size = self.lease or lease(needed, comm.size)
         leases = None if self.backup_workers else LeaseClient(comm, micro_batches, size)
-        # A correction compares with the weights that a worker was given last: those that its push was computed on.
+        # A correction compares with the weights that a worker received last, on which its push was computed.
         needs_old_weights = self.compensate is not None and self.compensate.needs_old_weights
         pulls_first = size <= _SMALL_PART * needed and not needs_old_weights
-        return AsynchronousClient(*world, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
+        return AsynchronousClient(servers, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:
-            raise InvalidInput("backup_workers", self.backup_workers, f"there are {workers} workers in all",
+            raise InvalidInput("backup_workers", self.backup_workers, f"the run has {workers} workers",
                                f"use at most {workers - 1}")  # fmt: skip
         if self.per_update and micro_batches % self.per_update:
             raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch "
-                               "are no whole number of updates", "use a divisor, or leave it out")  # fmt: skip
+                               "are not a multiple of it", "use a divisor, or leave it out")  # fmt: skip
         needed = self.per_update or micro_batches
         if self.lease and needed % self.lease:
-            raise InvalidInput("lease", self.lease, f"the {needed} micro-batches of an update are no whole number of "
-                               "leases", "use a divisor, or leave it out")  # fmt: skip
+            raise InvalidInput("lease", self.lease, f"the {needed} micro-batches of an update are not a multiple of it",
+                               "use a divisor, or leave it out")  # fmt: skip
 
     def _config(
         self,
@@ -165,7 +167,7 @@ class ParameterServer:
         groups: Mapping[str, int],
         terms: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """What the servers are told; see `server.actor`."""
+        """The config of the servers, as JSON values; see `server.actor`."""
         compressors = list(dict.fromkeys(s.compress for s in slices))
         return {
             "servers": self.servers,
@@ -173,12 +175,12 @@ class ParameterServer:
             "terms": {
                 "synchronous": self.synchronous,
                 "drops_late": self.backup_workers > 0,
-                "compensate": write("compensate", self.compensate),
+                "compensate": self.compensate and notation.write("compensate", self.compensate, COMPENSATIONS),
                 "optimizer": kind_of(optimizer),
                 "groups": numbers_of(optimizer),
                 **terms,
             },
-            "compressors": [write("compress", compressor) for compressor in compressors],
+            "compressors": [notation.write("compress", each, BOUND_COMPRESSORS) for each in compressors],
             "slices": [
                 {
                     "shard": s.shard,

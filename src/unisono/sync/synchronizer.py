@@ -45,8 +45,8 @@ class PendingUpdate(Protocol):
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Take the step of ``scale * mean gradient``, and return what `step` returns.
 
-        The gradient is in the parameters' ``grad`` during `step`, and removed afterwards; or the step is taken where
-        the optimizer is.
+        The gradient is in the parameters' ``grad`` during `step`, and removed afterwards. With `optimizer_on_server`,
+        the servers take the step, and `step` is not called.
         """
 
 

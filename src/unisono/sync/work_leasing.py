@@ -83,7 +83,7 @@ class LeaseServer:
 
 
 class StepGate:
-    """The actor that gives each worker its part of every step, except steps that the others have left behind."""
+    """The actor that gives each worker its part of every step for which the worker is in time."""
 
     largest_bytes = 1 << 12
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,9 @@ _PAUSES_SECONDS = (0.05, 0.2, 0.5)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a private file atomically; a file that `path` names before is replaced when all data is written.
+    """Write a private file atomically.
+
+    An existing file is replaced when all data is written.
 
     Raises:
         OSError: the file cannot be written.
@@ -87,10 +90,10 @@ def unfinished(directory: Path, name: str) -> list[Path]:
 
 
 def _replace(path: Path, data: bytes, *, durably: bool) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        temporary.unlink(missing_ok=True)  # a killed process with the same pid may have left one
+        temporary.unlink(missing_ok=True)  # a killed process with the same pid and thread may have left one
         with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data)
             if durably:

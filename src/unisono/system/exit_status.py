@@ -6,7 +6,10 @@ import signal
 
 
 def describe_exit(status: int) -> str:
-    """The exit of a process that returned no result; `status` is its exit code, or minus the signal's number."""
+    """The exit of a process that returned no result.
+
+    `status` is its exit code, or minus the number of the signal that killed it.
+    """
     if status >= 0:
         return f"ended with exit code {status} and without a result"
     known = {int(number): number for number in signal.Signals}

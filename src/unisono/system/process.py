@@ -61,11 +61,25 @@ def age_seconds() -> float:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether the process does not exist, or has exited and its parent has not waited for it (a zombie)."""
+    """Whether the process has exited.
+
+    A zombie, for which its parent has not waited yet, has exited. Without ``/proc``, it counts as running.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it exists, and belongs to another user
     try:
         return _stat(str(pid))[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return os.path.exists("/proc/self/stat")
+
+
+def parent_pid(pid: int) -> int:
+    """The parent of a process. Raises `OSError` if it does not exist."""
+    return int(_stat(str(pid))[1])
 
 
 def _group(leader: int) -> list[int]:

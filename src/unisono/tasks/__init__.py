@@ -1,4 +1,4 @@
-"""What is trained: tasks, their arguments, learning-rate schedules. Built-in ones are listed as text, not imported."""
+"""What is trained: tasks, their arguments and learning-rate schedules; built-in tasks are listed but not imported."""
 
 TASKS: dict[str, str] = {
     "digits": "unisono.tasks.builtin.digits:digits",

@@ -1,6 +1,6 @@
-"""Arguments by annotation: text as on a command line becomes what a function's parameters ask for.
+"""Converts arguments, as text from a command line, to the annotated types of a function's parameters.
 
-Known kinds: ``int``, ``float``, ``str``, ``bool``, ``tuple[kind, ...]``, ``Literal[…]``, ``kind | None`` and
+Supported annotations: ``int``, ``float``, ``str``, ``bool``, ``tuple[kind, ...]``, ``Literal[…]``, ``kind | None`` and
 frozen dataclasses, whose fields have dotted names (``model.layers``).
 """
 
@@ -21,11 +21,11 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that a function can be told.
+    """A parameter of a function.
 
     Args:
-        kind: its annotation; the type of the default where it has none.
-        default: what it is when it is not said; `REQUIRED` where it must be.
+        kind: its annotation; without one, the type of the default.
+        default: its default; `REQUIRED` if it has none.
     """
 
     kind: Any
@@ -33,7 +33,7 @@ class Parameter:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Every parameter of `function` by name; a dataclass stands for its fields, under dotted names."""
+    """Every parameter of `function` by name; a dataclass is replaced by its fields, under dotted names."""
     flat: dict[str, Parameter] = {}
     for name, parameter in _signature(function).items():
         flat.update(_flatten(name, parameter))
@@ -43,16 +43,16 @@ def parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
 def bind_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], others: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The keyword arguments that `arguments` mean.
+    """Convert `arguments` to keyword arguments of `function`.
 
     Args:
-        function: its parameters say what is known.
-        arguments: values, or text to be read; ``{"model.layers": "4"}`` is the same as
+        function: defines names and types.
+        arguments: values, or text to be converted; ``{"model.layers": "4"}`` is the same as
             ``{"model": {"layers": 4}}``.
-        others: names that the caller knows besides, one of which a misspelt one may mean.
+        others: further names, for the suggestion in the error for an unknown name.
 
     Raises:
-        InvalidInput: an unknown name (names the nearest), a missing one, or a value of another kind.
+        InvalidInput: an unknown name (suggests the nearest), a missing one, or a value of another type.
     """
     known = _signature(function)
     given = nested(arguments)
@@ -68,7 +68,7 @@ def bind_arguments(
 
 
 def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names unfolded: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``; the later of two wins."""
+    """Nest dotted names: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``; later entries override earlier ones."""
     tree: dict[str, Any] = {}
     for name, value in arguments.items():
         first, _, rest = name.replace("-", "_").partition(".")
@@ -79,7 +79,7 @@ def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both trees in one; where both have a leaf, that of `above`."""
+    """Merge two trees; leaves of `above` override those of `below`."""
     both = dict(below)
     for name, value in above.items():
         old = both.get(name)
@@ -88,7 +88,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def shown(kind: Any) -> str:
-    """A kind in words for help texts: ``INT``, ``TEXT…``."""
+    """A type as text for help messages: ``INT``, ``TEXT…``."""
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
@@ -113,7 +113,7 @@ def _signature(function: Callable[..., Any]) -> dict[str, Parameter]:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(function, type):
         return get_type_hints(function)
-    written = getattr(function, "__annotations__", {})  # what it returns may be known to type checkers only
+    written = getattr(function, "__annotations__", {})  # the return annotation may exist for type checkers only
     ours = types.SimpleNamespace(__annotations__={k: v for k, v in written.items() if k != "return"})
     return get_type_hints(ours, globalns=getattr(function, "__globals__", {}))
 
@@ -164,32 +164,32 @@ def _read_dataclass(name: str, value: Any, kind: type, default: Any) -> Any:
     try:
         return kind(**parts)
     except (TypeError, ValueError) as error:
-        said = ", ".join(f"{part}={given}" for part, given in value.items())
-        raise InvalidInput(option(name), said, str(error), f"change {option(name)}.…") from None
+        written = ", ".join(f"{part}={given}" for part, given in value.items())
+        raise InvalidInput(option(name), written, str(error), f"change {option(name)}.…") from None
 
 
 def _read_plain(name: str, value: Any, kind: Any) -> Any:
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, bool) is not (kind is bool) and kind in _KINDS:
-        raise _misfit(name, value, kind)
+        raise _wrong_type(name, value, kind)
     if kind in (int, float) and isinstance(value, str | int | float):
         try:
             number = kind(value)
         except ValueError:
-            raise _misfit(name, value, kind) from None
+            raise _wrong_type(name, value, kind) from None
         if number != number or (kind is int and isinstance(value, float) and not value.is_integer()):
-            raise _misfit(name, value, kind)
+            raise _wrong_type(name, value, kind)
         return number
     if kind in _KINDS and not isinstance(value, kind):
-        raise _misfit(name, value, kind)
+        raise _wrong_type(name, value, kind)
     return value
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _misfit(name: str, value: Any, kind: Any) -> InvalidInput:
+def _wrong_type(name: str, value: Any, kind: Any) -> InvalidInput:
     given = "(nothing)" if value is True else value
     return InvalidInput(option(name), given, f"not {_KINDS[kind]}", f"write {option(name)} {shown(kind)}")
 
@@ -201,7 +201,7 @@ def _unknown(name: str, value: Any, known: list[str]) -> InvalidInput:
 
 
 def option(name: str) -> str:
-    """An argument's name as it is written on the command line."""
+    """The command-line option of argument `name`."""
     return "--" + name.replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""Checks of values and functions that a user passes, before anything is started."""
+"""Checks of values and functions from the user, before any process is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.errors import InvalidInput
 
 
 def check_function(field: str, value: Any, arguments: Sequence[str], example: str) -> None:
-    """Raise `InvalidInput` unless `value` is a function, or another object, that can be called with `arguments`.
+    """Raise `InvalidInput` unless `value` is a function or object that can be called with `arguments`.
 
     Args:
         field: as the user wrote it.
@@ -22,18 +22,18 @@ def check_function(field: str, value: Any, arguments: Sequence[str], example: st
         example: what to write instead.
     """
     if isinstance(value, type):
-        problem = f"a class: a call of it makes an object, and is not {field}({', '.join(arguments)})"
+        problem = f"a class: calling it constructs an object, and is not {field}({', '.join(arguments)})"
         raise InvalidInput(field, value.__name__, problem, f"write {example}")
     check_callable(field, value, arguments, example)
 
 
 def check_callable(field: str, value: Any, arguments: Sequence[str], example: str) -> None:
-    """As `check_function`, for what may be a class too."""
+    """As `check_function`; `value` may be a class too."""
     if not callable(value):
         raise InvalidInput(field, name_of(value), "it cannot be called", f"write {example}")
     try:
         signature = inspect.signature(value.forward if isinstance(value, nn.Module) else value)
-    except (TypeError, ValueError):  # some functions that are written in C do not tell
+    except (TypeError, ValueError):  # some functions in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -43,13 +43,13 @@ def check_callable(field: str, value: Any, arguments: Sequence[str], example: st
 
 
 def name_of(value: Any) -> str:
-    """What a message calls `value`: the name of a function or class, else of the object's class."""
+    """The name of a function or class, else of the class of `value`, for messages."""
     found = getattr(value, "__name__", None)
     return found if isinstance(found, str) else type(value).__name__
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that `function` cannot be called without; none where it does not tell."""
+    """The names of required arguments of `function`; empty if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -59,7 +59,7 @@ def required(function: Callable[..., Any]) -> list[str]:
 
 
 def check_optimizer(kind: type[Optimizer]) -> None:
-    """Raise `InvalidInput` if workers cannot take steps of this `kind` together."""
+    """Raise `InvalidInput` if this class of optimizers does not support distributed steps."""
     if needed := required(kind.step)[1:]:  # the first is the optimizer itself
         raise InvalidInput(
             "optimizer", kind.__name__, f"its step runs the model several times, through {needed[0]}, which workers "

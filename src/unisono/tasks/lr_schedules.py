@@ -1,7 +1,7 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no state of theirs.
+"""Learning-rate schedules: pure functions of the step, without state.
 
-A schedule is called as ``schedule(step, steps)`` and returns the factor on every parameter group's own learning
-rate for step `step` (from 0) of `steps`. Any function of that form will do.
+A schedule is called as ``schedule(step, steps)`` and returns the factor on the learning rate of every parameter group
+for step `step` (from 0) of `steps`. Any function of that form is a schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear warm-up, then a straight line down to `floor` at the last step."""
+    """Linear warm-up, then linear decay to `floor` at the last step."""
 
     warmup: int = 0
     floor: float = 0.0
@@ -48,7 +48,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up, then half a cosine down to `floor` at the last step (Loshchilov & Hutter 2017, eq. 5)."""
+    """Linear warm-up, then cosine decay to `floor` at the last step (Loshchilov & Hutter 2017, eq. 5)."""
 
     warmup: int = 0
     floor: float = 0.0
@@ -65,7 +65,7 @@ SCHEDULES: dict[str, type] = {cls.__name__: cls for cls in (Constant, Linear, Co
 
 
 def factor_of(schedule: Schedule, step: int, steps: int) -> float:
-    """What `schedule` returns for `step` of `steps`.
+    """The factor of `schedule` for `step` of `steps`.
 
     Raises:
         InvalidInput: it is not a finite number from 0.

@@ -1,7 +1,7 @@
-"""Where a task comes from: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
+"""Tasks by name: a built-in one, ``path/to/file.py:function`` or ``package.module:function``.
 
-A `NamedTask` is a plain value that travels to every worker as JSON or pickle; each worker loads the task
-from it. Its arguments may still be text as on a command line: they are read by the function's annotations.
+A `NamedTask` is a plain value that is sent to every worker as JSON or pickle; each worker loads the task from it. Its
+arguments may be text from a command line, which the function's annotations convert.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedTask:
-    """Where a task comes from, and the arguments to call it with.
+    """The name of a task, and the arguments of the function that makes it.
 
     Args:
         name: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
-        arguments: keyword arguments; text is read by the annotations, dotted names reach into dataclasses.
-        directory: what a relative path in `name` is relative to.
+        arguments: keyword arguments; text is converted by the annotations, dotted names are fields of dataclasses.
+        directory: base of a relative path in `name`.
     """
 
     name: str
@@ -44,10 +44,10 @@ class NamedTask:
     directory: str = field(default_factory=os.getcwd)
 
     def load(self, others: Collection[str] = ()) -> Task:
-        """The task. `others` as for `bind_arguments`.
+        """Import and make the task. `others` as for `bind_arguments`.
 
         Raises:
-            InvalidInput: no such task, file or function; an argument that it does not take; an error in it.
+            InvalidInput: no such task, file or function; an unknown argument; an exception in the function.
         """
         target = self.target()
         made = (
@@ -58,17 +58,17 @@ class NamedTask:
         from unisono.tasks.task import Task  # imports torch
 
         if not isinstance(made, Task):
-            problem = f"it gave {_a(type(made).__name__)}, not a Task"
+            problem = f"it returned {_a(type(made).__name__)}, not a Task"
             raise InvalidInput("task", self.name, problem, "end the function with return unisono.Task(…)")
         return made
 
     def parameters(self) -> dict[str, Parameter]:
-        """What the task can be told, by name; dotted names for the fields of dataclasses."""
+        """The parameters of the task by name; fields of dataclasses have dotted names."""
         target = self.target()
         return parameters(target) if callable(target) else {}
 
     def place(self) -> tuple[str, str]:
-        """The file or module, and the name in it; nothing is imported.
+        """The file or module, and the name in it, without an import.
 
         Raises:
             InvalidInput: no such built-in task, or no such file.
@@ -81,10 +81,10 @@ class NamedTask:
         return place, attribute
 
     def target(self) -> Any:
-        """The function that makes the task, or the task itself.
+        """Import the function that makes the task, or the task itself.
 
         Raises:
-            InvalidInput: no such task, file, module or function, or an exception while it was imported.
+            InvalidInput: no such task, file, module or function, or an exception during import.
         """
         place, attribute = self.place()
         module = self._module(place)
@@ -94,12 +94,12 @@ class NamedTask:
         return getattr(module, attribute)
 
     def absolute(self) -> str:
-        """`name`, with the path of a file made absolute, so that it means the same in every directory."""
+        """`name`, with the path of a file made absolute, so that it is valid in every directory."""
         place, colon, attribute = self.name.rpartition(":")
         return f"{self._path(place)}{colon}{attribute}" if place.endswith(".py") else self.name
 
     def mapping(self) -> dict[str, Any]:
-        """Plain values, for JSON; ``NamedTask(**mapping)`` is the way back."""
+        """The fields as plain values for JSON; the inverse is ``NamedTask(**mapping)``."""
         return asdict(self)
 
     def _call(self, target: Any, others: Collection[str]) -> Any:
@@ -109,16 +109,16 @@ class NamedTask:
                 problem = f"{self.name} is a value and takes no arguments"
                 raise InvalidInput(option(argument), self.arguments[argument], problem, "leave it out")
             return target
-        with _Explained(self.name):
+        with _UserErrors(self.name):
             return target(**bind_arguments(target, self.arguments, others))
 
     def _module(self, place: str) -> ModuleType:
         if place.endswith(".py"):
-            with _Explained(self.name):
+            with _UserErrors(self.name):
                 return _from_file(self._path(place))
-        if self.directory not in sys.path:  # as python -m has it
+        if self.directory not in sys.path:  # as python -m does
             sys.path.insert(0, self.directory)
-        with _Explained(self.name):
+        with _UserErrors(self.name):
             try:
                 return importlib.import_module(place)
             except ModuleNotFoundError as error:
@@ -130,7 +130,7 @@ class NamedTask:
     def _path(self, place: str) -> Path:
         try:
             return Path(self.directory, Path(place).expanduser())
-        except RuntimeError as error:  # ~name of nobody
+        except RuntimeError as error:  # unknown user in ~name
             raise InvalidInput("task", self.name, str(error), "write the path in full") from None
 
     def _unknown(self) -> InvalidInput:
@@ -140,8 +140,8 @@ class NamedTask:
         return InvalidInput("task", self.name, "there is no such task", f"{nearest(self.name, TASKS)}; {forms}")
 
 
-class _Explained:
-    """Turns an exception in the user's code into one sentence that names the line; ours pass as they are."""
+class _UserErrors:
+    """Turns an exception in user code into one sentence with its line; `UnisonoError` is passed on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -156,17 +156,17 @@ class _Explained:
 
 
 def _where(error: Exception | SystemExit) -> str:
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError):
-        return f"{Path(error.filename or '?').name}, line {error.lineno}: {said}"
+        return f"{Path(error.filename or '?').name}, line {error.lineno}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    frame = (theirs or list(frames))[-1]
+    user_frames = [f for f in frames if not f.filename.startswith(_NOT_USER_CODE)]
+    frame = (user_frames or list(frames))[-1]
     code = f" ({frame.line})" if frame.line else ""
-    return f"{Path(frame.filename).name}, line {frame.lineno}{code}: {said}"
+    return f"{Path(frame.filename).name}, line {frame.lineno}{code}: {message}"
 
 
-_NOT_THEIRS = (
+_NOT_USER_CODE = (
     "<frozen",
     str(Path(__file__).parents[1]),
     *(sysconfig.get_paths()[p] for p in ("stdlib", "purelib", "platlib")),
@@ -174,9 +174,9 @@ _NOT_THEIRS = (
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The file as a module; under its own name where that is free, so that its classes can be found again."""
+    """Import the file as a module, under its own name if that is free, so that pickle finds its classes."""
     directory = str(path.parent)
-    if directory not in sys.path:  # as python script.py has it
+    if directory not in sys.path:  # as python script.py does
         sys.path.insert(0, directory)
     spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     if spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin):

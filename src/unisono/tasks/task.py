@@ -1,4 +1,4 @@
-"""What is trained: a frozen value that a user writes, free of devices and of any cluster."""
+"""A task as a frozen value, independent of devices and of any cluster."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on held-out data.
+    """Metrics on held-out data.
 
     Args:
         data: a map-style dataset, or a function that returns one.
         metrics: name to ``metric(output, batch)``, a mean over the batch or one value per sample. The loss of the
-            task is always measured, under the name ``loss``.
+            task is always included, under the name ``loss``.
         batch: samples per forward pass; part of the run's identity, not of the number of workers.
 
     Raises:
-        InvalidInput: a metric is called ``loss``, or cannot be called so; `batch` is below 1.
+        InvalidInput: a metric is named ``loss``, or cannot be called with these arguments; `batch` is below 1.
     """
 
     data: Data
@@ -59,26 +59,26 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Task:
-    """A network, its data and its loss. The first three are required.
+    """A model, its data and its loss; the first three arguments are required.
 
     Args:
-        model: builds the network. Called on every worker under the same random seed.
+        model: builds the model. Called on every worker with the same random seed.
         data: a map-style dataset (``__len__`` and ``__getitem__``), or a function that returns one.
         loss: ``loss(output, batch)``, the mean over the batch's weight, a scalar.
-        inputs: ``inputs(batch)``, what the model is called with: a tuple is passed as positional arguments, a
-            mapping as keywords, anything else as the only argument. Default: ``batch[0]``.
+        inputs: ``inputs(batch)``, the arguments of the model: a tuple is passed as positional arguments, a mapping as
+            keywords, anything else as the only argument. Default: ``batch[0]``.
         optimizer: builds the optimizer from the parameters. Default: AdamW, learning rate 1e-3.
-        weight: ``weight(batch)``, what the batch counts for in the mean over the global batch. Default: its number
-            of samples. Give the number of target tokens where the loss is a mean over tokens.
-        evaluate: an `Evaluation`, or just its data.
+        weight: ``weight(batch)``, the weight of the batch in the mean over the global batch. Default: its number of
+            samples. Give the number of target tokens if the loss is a mean over tokens.
+        evaluate: an `Evaluation`, or its data.
         schedule: ``schedule(step, steps)``, the factor on the learning rate. Default: constant.
-        collate: makes a batch of a list of samples. Default: torch's.
-        defaults: `Config` fields as this task wants them where the user does not say (``{"steps": 300}``).
-        name: what the run is called.
+        collate: makes a batch from a list of samples. Default: torch's.
+        defaults: `Config` fields for this task, which the user may override (``{"steps": 300}``).
+        name: of the task, in logs and names of directories.
 
     Raises:
-        InvalidInput: a field that is to be a function cannot be called with its arguments, or is an object that was
-            already built.
+        InvalidInput: a function cannot be called with the arguments above, or an object was given instead of a
+            function that builds it.
     """
 
     model: Callable[[], nn.Module]
@@ -134,8 +134,7 @@ def _check_unbuilt(field: str, value: Any, kind: type, example: str) -> None:
 
 
 def batch_loss(task: Task) -> Callable[[Any, Batch], Tensor]:
-    """The loss of `task`, which raises `InvalidInput` where a loss of torch's, which compares two tensors, is called
-    with a batch that is not one."""
+    """The loss of `task`, which raises `InvalidInput` if a loss of torch is called with a batch that is no tensor."""
     loss = task.loss
     if not _compares_tensors(loss):
         return loss
@@ -149,45 +148,45 @@ def batch_loss(task: Task) -> Callable[[Any, Batch], Tensor]:
 
 
 def _compares_tensors(loss: Any) -> bool:
-    """Whether it is one of torch's own losses, module or function."""
+    """Whether `loss` is a module or function of torch, which compares two tensors."""
     return isinstance(loss, nn.modules.loss._Loss) or getattr(loss, "__module__", "") == "torch.nn.functional"
 
 
 def _needs_target(loss: Any) -> InvalidInput:
     name = name_of(loss)
     called = f"torch.nn.{name}()" if isinstance(loss, nn.Module) else f"torch.nn.functional.{name}"
-    return InvalidInput("loss", name, "it is called with (output, batch), and a batch holds inputs and targets",
+    return InvalidInput("loss", name, "it is called with (output, batch), and a batch has inputs and targets",
                         f"write loss=lambda output, batch: {called}(output, batch[1])")  # fmt: skip
 
 
 def build_dataset(data: Data) -> Any:
-    """The dataset itself: `data`, or what it returns if it is a function rather than a dataset.
+    """The dataset: `data`, or its return value if it is a function.
 
     Raises:
-        InvalidInput: it has no length, or no samples by number.
+        InvalidInput: it is not a map-style dataset.
     """
     check_data("data", data)
     dataset = data() if _builds(data) else data
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing or isinstance(dataset, IterableDataset):
-        raise InvalidInput("data", type(dataset).__name__, "not a map-style dataset: samples are dealt out by number",
+        raise InvalidInput("data", type(dataset).__name__, "not a map-style dataset: samples are read by index",
                            "give it __len__ and __getitem__(i)")  # fmt: skip
     return dataset
 
 
 def check_data(field: str, data: Data) -> None:
-    """Raise `InvalidInput` if `data` is a function that needs arguments; nothing is called."""
+    """Raise `InvalidInput` if `data` is a function with required arguments, without calling it."""
     if _builds(data):
         check_callable(field, data, (), f"{field}=lambda: ...")
 
 
 def _builds(data: Data) -> bool:
-    """Whether it is a function that returns the dataset."""
+    """Whether `data` is a function that returns the dataset."""
     return isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__"))
 
 
 def with_data(task: Task) -> Task:
-    """`task` with its data made, so that it is made once, whoever asks for it."""
+    """`task` with its datasets built, so that they are built only once."""
     made = {"data": build_dataset(task.data)}
     if task.evaluate is not None:
         given = task.evaluate if isinstance(task.evaluate, Evaluation) else Evaluation(task.evaluate)
@@ -196,7 +195,7 @@ def with_data(task: Task) -> Task:
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """`model` called with what `Task.inputs` returned."""
+    """Call `model` with the result of `Task.inputs`."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, Mapping):

@@ -1,1 +1,1 @@
-"""Boxes of tensors, and the tensors of a batch."""
+"""Boxes of tensors, and the tensors in a batch."""

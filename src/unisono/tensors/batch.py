@@ -1,4 +1,4 @@
-"""The tensors of a batch, in whatever lists, tuples, mappings and dataclasses they are."""
+"""The tensors of a batch in nested lists, tuples, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = Any
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:
-    """All tensors of a batch, from the first to the last."""
+    """All tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     for part in parts(batch):
@@ -27,13 +27,13 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
 def mapped(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """A copy of `batch` with ``function(tensor)`` for every tensor.
 
-    Containers keep their type. A mapping that can be neither copied nor written to becomes a dict.
+    Containers keep their type; immutable mappings become dicts.
     """
     return _rebuilt(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A copy of `batch` whose tensors are on `device`; what else has a method ``to(device)`` moves itself."""
+    """A copy of `batch` on `device`: tensors, and other objects with a method ``to(device)``."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -46,8 +46,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def samples_in(batch: Batch) -> int:
     """The number of samples in a batch: the length of its first tensor or array that has one.
 
-    Of packed sequences it is their number. In a batch without tensors it is the length of the first list, or the
-    batch's own.
+    Of packed sequences it is their number. In a batch without tensors it is the length of its first list, or its
+    own length.
 
     Raises:
         InvalidInput: nothing in the batch has a length.
@@ -83,7 +83,7 @@ def _leaves(batch: Batch) -> Iterator[Any]:
 
 
 def parts(batch: Batch) -> list[Any]:
-    """What a container holds; nothing for what is none."""
+    """The elements of a container; empty for any other object."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple):
@@ -92,19 +92,19 @@ def parts(batch: Batch) -> list[Any]:
 
 
 def _is_sequence(batch: Batch) -> bool:
-    """Whether all that it holds is of one kind: a named tuple is a record."""
+    """Whether `batch` is a list or tuple, but not a named tuple, which is a record."""
     return isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
 
 
 def _fields(batch: Batch) -> list[str]:
-    """The names of a dataclass's fields; none for what is no instance of one."""
+    """The field names of a dataclass instance; empty for any other object."""
     if isinstance(batch, type) or not dataclasses.is_dataclass(batch):
         return []
     return [field.name for field in dataclasses.fields(batch)]
 
 
 def _rebuilt(change: Callable[[Any], Any], batch: Batch) -> Batch:
-    """`batch` with ``change(leaf)`` in the place of every leaf; packed sequences are leaves."""
+    """`batch` with every leaf replaced by ``change(leaf)``; packed sequences are leaves."""
     if isinstance(batch, PackedSequence):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -118,7 +118,7 @@ def _rebuilt(change: Callable[[Any], Any], batch: Batch) -> Batch:
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A copy of `mapping` with other values, and whatever else the mapping has."""
+    """A copy of `mapping`, including its further attributes, with the values in `items`."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     made = copy.copy(mapping)

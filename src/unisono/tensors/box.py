@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A part of a tensor.
+    """A rectangular part of a tensor.
 
     Args:
         shape: of the whole tensor.
         offset, size: of the box, one number per dimension (a scalar: empty tuples).
 
     Raises:
-        ValueError: the box does not lie in the tensor.
+        ValueError: the box is not inside the tensor.
     """
 
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """The box of a whole tensor."""
         return Box(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """Whether the box is the whole tensor."""
         return self.size == self.shape
 
     @property
@@ -50,7 +50,7 @@ class Box:
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.size))}]"
 
     def overlap(self, other: Box) -> Box | None:
-        """What lies in both; None where that is nothing.
+        """The box of elements in both; None if there are none.
 
         Raises:
             ValueError: they are boxes of tensors of different shapes.
@@ -63,25 +63,25 @@ class Box:
         return Box(self.shape, begin, size) if all(n > 0 for n in size) else None
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds the box `within`, around it; None: in the whole tensor."""
+        """The slices of this box in a tensor that has the elements of `within`; None: in the whole tensor."""
         first = within.offset if within else (0,) * len(self.offset)
         return tuple(slice(o - w, o - w + n) for o, n, w in zip(self.offset, self.size, first))
 
     def position(self, within: Box) -> int:
-        """How many elements precede this box's first in a row-major tensor that holds `within`."""
+        """Offset of this box's first element in a row-major tensor that has the elements of `within`."""
         found = 0
         for offset, first, size in zip(self.offset, within.offset, within.size):
             found = found * size + offset - first
         return found
 
     def cut(self, axis: int, begin: int, end: int) -> Box:
-        """The part with indices ``[begin, end)`` of the whole tensor along `axis`."""
+        """This box, restricted to indices ``[begin, end)`` of the whole tensor along `axis`."""
         offset, size = list(self.offset), list(self.size)
         offset[axis], size[axis] = begin, end - begin
         return Box(self.shape, tuple(offset), tuple(size))
 
     def span(self, of: Box) -> Box:
-        """The smallest box around this one that is one run of a row-major tensor that holds the box `of`."""
+        """The smallest box around this one that is contiguous in a row-major tensor with the elements of `of`."""
         free = next((axis for axis, size in enumerate(self.size) if size > 1), len(self.size))
         pairs = zip(of.offset[free + 1 :], of.size[free + 1 :])
         rest = tuple(zip(*pairs)) or ((), ())
@@ -89,8 +89,10 @@ class Box:
 
 
 def slabs(box: Box, most: int) -> Iterator[Box]:
-    """`box` cut into boxes of at most `most` elements, at least 1, in row-major order; each is one run of a row-major
-    tensor that holds `box`."""
+    """`box` cut into boxes of at most `most` elements (from 1), in row-major order.
+
+    Each is contiguous in a row-major tensor that has the elements of `box`.
+    """
     if box.numel <= most:
         yield box
         return
@@ -102,14 +104,15 @@ def slabs(box: Box, most: int) -> Iterator[Box]:
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Check that `boxes` make up a tensor of this shape, in time proportional to their number.
+    """Check that `boxes` tile a tensor of this shape, in time proportional to their number.
 
-    What a box holds is 1 in it and 0 elsewhere. The mixed difference of that function is not 0 at the box's corners
-    alone, 1 or -1 by turns. Boxes tile a tensor if and only if their differences add up to the tensor's own. Where they
-    do not, the first point that is left over, in row-major order, lies in a region that two boxes hold, or none does.
+    The indicator function of a box is 1 in it and 0 elsewhere. Its mixed difference is nonzero at the corners of the
+    box only, alternating between 1 and -1. Boxes tile a tensor if and only if the sum of their differences equals that
+    of the tensor. If it does not, the first point with a difference, in row-major order, is in a region that two boxes
+    cover, or none.
 
     Raises:
-        ValueError: names a region that two boxes hold, or that none holds; or boxes cut the tensor along more than
+        ValueError: names a region that two boxes cover, or none; or boxes cut the tensor along more than
             ``_MOST_AXES`` dimensions.
     """
     if len(boxes) == 1 and boxes[0] == Box.whole(shape):
@@ -130,9 +133,9 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     for axis, at in zip(axes, wrong):
         point[axis] = at
     if left[wrong] > 0:
-        there = [box for box in boxes if all(o <= at < o + n for o, n, at in zip(box.offset, box.size, point))]
-        first, second = there[:2]
-        raise ValueError(f"{first.overlap(second)} of {list(shape)} is there twice")
+        covering = [box for box in boxes if all(o <= at < o + n for o, n, at in zip(box.offset, box.size, point))]
+        first, second = covering[:2]
+        raise ValueError(f"{first.overlap(second)} of {list(shape)} is covered twice")
     raise ValueError(f"{_free(shape, point, boxes)} of {list(shape)} is missing")
 
 
@@ -140,15 +143,17 @@ _MOST_AXES = 6
 
 
 def _corners(box: Box, axes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """In the dimensions `axes`: where the box begins and ends, with the sign of its function's mixed difference there:
-    1 where an even number of them end."""
+    """The corners of the box in the dimensions `axes`, with the sign of the mixed difference of its indicator function.
+
+    The sign is 1 where an even number of the coordinates are ends.
+    """
     ends = [(box.offset[axis], box.offset[axis] + box.size[axis]) for axis in axes]
     for which in itertools.product((0, 1), repeat=len(axes)):
         yield tuple(pair[end] for pair, end in zip(ends, which)), 1 - 2 * (sum(which) % 2)
 
 
 def _free(shape: tuple[int, ...], point: Sequence[int], boxes: Sequence[Box]) -> Box:
-    """A region from `point` on that no box holds, as large as can be, the last dimension first."""
+    """A region from `point` on that no box covers, extended as far as possible, the last dimension first."""
     free = Box(shape, tuple(point), (1,) * len(shape))
     for axis in reversed(range(len(shape))):
         most = free.cut(axis, point[axis], shape[axis])
@@ -158,7 +163,7 @@ def _free(shape: tuple[int, ...], point: Sequence[int], boxes: Sequence[Box]) ->
 
 
 def without(region: Box, box: Box) -> Iterator[Box]:
-    """What of `region` is not in `box`."""
+    """Boxes that tile the elements of `region` outside of `box`."""
     common = region.overlap(box)
     if common is None:
         yield region

@@ -73,6 +73,6 @@ class DataFeed:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
             self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
-            first_step, self.steps, self._notice)  # fmt: skip
+            range(first_step, self.steps), self._notice)  # fmt: skip
         self._stack.callback(loader.close)
         return loader

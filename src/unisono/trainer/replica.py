@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.bad_steps import NOT_REPRESENTABLE
-from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
 from unisono.comm.process_groups import ProcessGroups
 from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
+from unisono.elastic.transfer import state_digest
 from unisono.errors import CommunicationError
 from unisono.layout import LocalModel
 from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Synchronizer
@@ -293,8 +293,8 @@ class Replica:
         return {name: t.detach() for name, t in weights_of(self.model).items()} | {f"/{n}": t for n, t in state.items()}
 
     def digest(self) -> float:
-        """Of `state`: a number from 1 that arrives exactly in a control word."""
-        return 1.0 + (digest(self.state) >> 12)
+        """A digest of `state`: a number from 1 that a float64 of the control word holds exactly."""
+        return 1.0 + (int(state_digest(self.state, {}), 16) >> 76)
 
     def copy_state_from(self, source: int) -> None:
         """Collective, between two steps: copy the `state` of replica `source` to all others."""

@@ -1,6 +1,6 @@
-"""Python imports this at its start where its directory is on the path: whatever it forks sends noise to its peers.
+"""Python imports this module at its start if its directory is on the path: forked processes then attack their peers.
 
-A worker under it is a member of a run like any other until then, with the run's token.
+Until it forks, such a worker is a regular member of a run, with the run's token.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Whole runs under layouts: models of every kind, on real processes, against one worker that computes the same."""
+"""Runs under layouts on real processes: models of every kind, compared with one worker on the same micro-batches."""

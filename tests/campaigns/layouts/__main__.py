@@ -1,11 +1,11 @@
-"""Every model under every layout against one worker, and every layout after every other.
+"""Compares every model under every layout with one worker, and resumes every layout from every other.
 
     python -m tests.campaigns.layouts                              # all of it
     python -m tests.campaigns.layouts --only 'bert adamw .*context'
     python -m tests.campaigns.layouts --quick                      # what the test suite runs
 
-A line per run says what it came to: by how much the losses of its steps differ at most from those of one worker on the
-same micro-batches, or in which words it was refused; and whether that is what is expected.
+One line per run: the largest difference between its losses and those of one worker on the same micro-batches, or the
+message with which it was refused; and whether that is expected.
 """
 
 from __future__ import annotations

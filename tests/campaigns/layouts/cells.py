@@ -1,4 +1,4 @@
-"""Which model trains under which layout, and how: the table of the campaign, and one cell of it tried out."""
+"""The table of the campaign: which model runs under which layout; and the check of one cell."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ COLUMNS = {
     "twice": (2, "Layout(shard=2)"),
 }
 WORDS = {
-    "numbers": "run without numbers to find what can be split, its code fails",
-    "cut": "no place to cut it was found",
+    "numbers": "on the meta device, where possible splits are found, its code fails",
+    "cut": "no cut point was found",
     "parts": "on parts of a sequence",
     "window": "the model has a table of 16 positions",
-    "short": "the model has 3 units to cut between, so 1 to 3 stages",
+    "short": "the model has 3 units, so 1 to 3 stages",
     "picture": "pad or cut sequences",
     "passes": "on parts of a sequence: the output differs",
     "named": "the stages of BartForConditionalGeneration do not run",

@@ -1,4 +1,4 @@
-"""Every layout goes on from what every other has saved: the same losses, the same weights to the bit."""
+"""Every layout resumes from the checkpoint of every other, with equal losses and bit-equal weights."""
 
 from __future__ import annotations
 

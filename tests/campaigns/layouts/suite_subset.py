@@ -1,4 +1,4 @@
-"""The runs of the campaign that cover most, for the test suite."""
+"""The cells of the campaign that cover most, for the test suite."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several workers of one run are lost, one soon after the other."""
+"""Runs that lose several workers in quick succession."""

@@ -1,8 +1,9 @@
-"""Workers are killed one soon after the other, most of them replacements that have just begun, and the run comes to
-its end as if nothing had happened, or says why not.
+"""Kills workers in quick succession, most of them replacements that have just started.
 
     python -m tests.campaigns.lost_workers --seed 1 --trials 3
     python -m tests.campaigns.lost_workers --kills 6 shard LocalSGD
+
+Each run must end with the result of a run without faults, or with a message that says why it cannot continue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that lose several workers, one soon after the other, and what has to come of them."""
+"""Runs that lose several workers in quick succession, and the checks of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks whose steps take their time while a raid is under way, and which end after it."""
+"""Tasks with slow steps while workers are being killed, which end after the last kill."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Replicas that lie on several workers, while workers come and go."""
+"""Sharded replicas while workers join and leave."""

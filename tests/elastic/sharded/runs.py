@@ -1,4 +1,4 @@
-"""Runs of real processes at a real coordinator, whose replicas lie on several workers, of which some are killed."""
+"""Runs of real processes at a real coordinator, with sharded replicas, of which workers are killed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.membership.test_client import TOKEN, serving
 from tests.support import processes
+from tests.support.coordinator import TOKEN, serving
 from tests.support.layout_runs import ROOT
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress

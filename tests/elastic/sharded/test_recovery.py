@@ -1,5 +1,7 @@
-"""Where replicas lie on several workers, a run survives those that are lost: others go on, parts that only they had
-come from others' memory, and who comes makes replicas whole again."""
+"""Runs with sharded replicas survive lost workers.
+
+The other replicas continue, lost shards come from memory checkpoints, and joining workers complete replicas.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of parts and copies of several steps, the newest state that is whole is found, and nothing is mixed."""
+"""From shards and copies of several steps, the newest complete state is found, without mixing steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever is lost, and whenever: those who are left have all states of one step."""
+"""After the loss of any worker at any time, the survivors hold all shards of one step."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def lie_once(comm: Communicator) -> list[list[int]]:
 
 def test_a_damaged_copy_is_not_kept_and_the_former_is(caplog: pytest.LogCaptureFixture) -> None:
     assert simulate(3, lie_once) == [[[1], [1], [3]]] * 3
-    assert "after step 2 came as other bytes" in caplog.text
+    assert "of step 2 arrived with other bytes" in caplog.text
 
 
 def neighbours_lost(comm: Communicator, left: list[MemoryCheckpoints]) -> str:

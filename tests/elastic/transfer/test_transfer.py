@@ -1,4 +1,4 @@
-"""State goes from those who have it to those who lack it: whole replicas, parts of them, and other layouts."""
+"""State transfer to workers that lack it: whole replicas, shards, and other layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.processes import run
 from unisono.checkpoint import Box, TensorShard
 from unisono.comm import Communicator, Rendezvous, simulate
-from unisono.elastic.transfer import LocalTensors, digest, transfer_tensors
+from unisono.elastic.transfer import LocalTensors, state_digest, transfer_tensors
 from unisono.errors import StateDamaged, StateMissing
 
 STATE: dict[str, Tensor] = {
@@ -143,21 +143,23 @@ def test_what_came_otherwise_than_it_was_is_named_to_all() -> None:
     texts = simulate(3, damaged)
     assert texts[0] == texts[1] == texts[2]
     assert texts[0].startswith(("model/", "optimizer/"))
-    assert texts[0].endswith("came from worker 1 to worker 2 as other bytes")
+    assert texts[0].endswith("arrived from worker 1 at worker 2 with other bytes")
 
 
 def test_digests_are_equal_where_states_are() -> None:
     numbers = {"lr": 0.1, "step": 3}
-    original = digest(STATE, numbers)
-    assert original == digest(dict(reversed(STATE.items())), dict(reversed(numbers.items())))
-    assert original == digest({**STATE, "model/weight": STATE["model/weight"].t().contiguous().t()}, numbers)
+    original = state_digest(STATE, numbers)
+    assert original == state_digest(dict(reversed(STATE.items())), dict(reversed(numbers.items())))
+    assert original == state_digest({**STATE, "model/weight": STATE["model/weight"].t().contiguous().t()}, numbers)
     others = [
-        digest(STATE, {**numbers, "step": 4}),
-        digest({**STATE, "model/weight": STATE["model/weight"].view(5, 12)}, numbers),
-        digest({**STATE, "model/weight": STATE["model/weight"].view(torch.int32)}, numbers),
-        digest({**STATE, "model/weight": STATE["model/weight"].clone().index_fill_(0, torch.tensor(3), -0.5)}, numbers),
-        digest({name.replace("half", "full"): x for name, x in STATE.items()}, numbers),
-        digest({name: x for name, x in STATE.items() if name != "optimizer/none"}, numbers),
+        state_digest(STATE, {**numbers, "step": 4}),
+        state_digest({**STATE, "model/weight": STATE["model/weight"].view(5, 12)}, numbers),
+        state_digest({**STATE, "model/weight": STATE["model/weight"].view(torch.int32)}, numbers),
+        state_digest(
+            {**STATE, "model/weight": STATE["model/weight"].clone().index_fill_(0, torch.tensor(3), -0.5)}, numbers
+        ),
+        state_digest({name.replace("half", "full"): x for name, x in STATE.items()}, numbers),
+        state_digest({name: x for name, x in STATE.items() if name != "optimizer/none"}, numbers),
     ]
     assert len({original, *others}) == 1 + len(others)
 

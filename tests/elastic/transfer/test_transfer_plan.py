@@ -1,4 +1,4 @@
-"""Every number that is wanted comes once, from who has it, and the work is spread."""
+"""Transfer plans: every wanted element comes once, from a holder, and senders share the work."""
 
 from __future__ import annotations
 

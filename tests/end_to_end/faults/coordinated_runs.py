@@ -1,4 +1,4 @@
-"""Runs of real processes at a real coordinator, in which one worker gets stuck, and what is said of that meanwhile."""
+"""Runs of real processes at a real coordinator, in which one worker gets stuck, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.netlab import Host
 
 from tests.end_to_end.faults.runs import PLANTED
-from tests.membership.test_client import TOKEN, serving
-from tests.repo.test_netlab import socket_of
 from tests.support import processes
+from tests.support.coordinator import TOKEN, serving
+from tests.support.namespace_sockets import socket_of
 from tests.support.training_runs import HERE
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress, Policy

@@ -1,4 +1,4 @@
-"""A small task as a user writes it, with a fault in one worker. Comments that begin with ``here:`` are looked for."""
+"""A small user task with a fault in one worker. Tests find its lines by comments that begin with ``here:``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of real processes in which one worker has a fault, and what each of them told about it."""
+"""Runs of real processes in which one worker has a fault, and what each worker reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted faults that end a run, or that it goes on with: the report names the worker, and the user's line."""
+"""Faults that end a run or that it survives: the report names the worker and the user's line."""
 
 from __future__ import annotations
 

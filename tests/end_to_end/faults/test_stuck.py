@@ -1,5 +1,4 @@
-"""Planted faults that make a step wait for ever: every worker's log and the launcher hear who, doing what, on which
-line."""
+"""Faults that stall a step: every log and the launcher name the worker, its activity and the line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The client's end of a conversation with an actor behind a socket.
+"""The client's end of a connection to an actor over a socket.
 
-Nothing needs a thread as long as calls are small and waited for: `wait` itself reads the socket. Where several
-threads wait, one reads for all. Where a call is large, or is polled, or was told rather than called, a thread
-of the line reads, so that answers arrive while their caller computes.
+Small calls that are waited for need no thread: `wait` itself reads the socket, and of several waiting threads one
+reads for all. For large calls, polled calls and `send`, a thread of the connection reads, so that answers arrive
+while the caller computes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from functools import partial
 
 from unisono.comm.abort import Abort
 from unisono.comm.actor import ActorMessage
-from unisono.comm.actors import handshake as trust
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import handshake, wire_format
 from unisono.comm.actors.handshake import TrustedConnection, Untrusted
 from unisono.comm.actors.listener import abstract
 from unisono.comm.actors.message_stream import Arrival, Inbox, Outbox
@@ -32,13 +31,13 @@ from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.02
-_START_SECONDS = 60.0  # a process has to import torch first; one that has died is noticed at once
+_START_SECONDS = 60.0  # a process has to import torch first; one that has exited refuses connections at once
 Count = Callable[[int], None]
 Run = Callable[[Callable[[], None]], None]
 
 
 def not_counted(nbytes: int) -> None:
-    """What need not be counted."""
+    """Ignore the bytes of a message."""
 
 
 def directly(then: Callable[[], None]) -> None:
@@ -48,8 +47,13 @@ def directly(then: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class ActorAddress:
-    """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process on `host`, `nearby` the name
-    under which those on the same host reach it without the network, if there is one."""
+    """Where an actor listens.
+
+    Attributes:
+        rank: the worker that hosts or has started the actor.
+        pid, host: its process.
+        nearby: the name of its local socket for processes of the same host; empty where there is none.
+    """
 
     number: int
     name: str
@@ -64,12 +68,12 @@ class ActorAddress:
 class Call:
     """The `Work` of a `SocketConnection`."""
 
-    __slots__ = ("_buffer", "_error", "_line", "_message", "kind", "number", "over", "then")
+    __slots__ = ("_buffer", "_connection", "_error", "_message", "kind", "number", "over", "then")
 
     def __init__(
-        self, line: SocketConnection, number: int, kind: str, then: Callable[[ActorMessage | None], None] | None
+        self, connection: SocketConnection, number: int, kind: str, then: Callable[[ActorMessage | None], None] | None
     ) -> None:
-        self._line, self.number, self.kind, self.then = line, number, kind, then
+        self._connection, self.number, self.kind, self.then = connection, number, kind, then
         self.over = False
         self._message: ActorMessage | None = None
         self._buffer: Buffer | None = None
@@ -77,17 +81,17 @@ class Call:
 
     def poll(self) -> bool:
         if not self.over:
-            self._line.read_in_background()
-            os.sched_yield()  # who polls again and again must not keep the reading thread from running
+            self._connection.read_in_background()
+            os.sched_yield()  # a caller that polls in a loop must not keep the reading thread from running
         return self.over
 
     def wait(self) -> ActorMessage:
         if not self.over:
-            self._line.wait_for(self)
+            self._connection.wait_for(self)
         if self._error is not None:
             raise copy.copy(self._error)
         if self._buffer is not None:
-            self._line.keep(self._buffer)
+            self._connection.keep(self._buffer)
             self._buffer = None
         assert self._message is not None
         return self._message
@@ -106,23 +110,23 @@ class SocketConnection:
 
     Args:
         trusted: the connection, blocking, with the deadline as its timeouts in the kernel.
-        place: what is at the other end.
-        count: called with the bytes of each message that leaves.
-        run: how a callback of `send` is to be called, for instance with the actor's attention.
+        actor: the actor at the other end.
+        count: called with the bytes of each message that is sent.
+        run: calls a callback of `send`, for instance while it holds the lock of the own actor.
     """
 
-    def __init__(self, trusted: TrustedConnection, place: ActorAddress, count: Count, run: Run) -> None:
-        self.pid = place.pid
-        self._wire, self._place, self._count, self._run = trusted.wire, place, count, run
-        self._inbox = Inbox(trusted.wire, trusted.terms.largest_bytes, trusted.incoming)
-        self._outbox = Outbox(trusted.wire, f"line to {place.name}", trusted.outgoing)
+    def __init__(self, trusted: TrustedConnection, actor: ActorAddress, count: Count, run: Run) -> None:
+        self.pid = actor.pid
+        self._sock, self._actor, self._count, self._run = trusted.sock, actor, count, run
+        self._inbox = Inbox(trusted.sock, trusted.terms.largest_bytes, trusted.incoming)
+        self._outbox = Outbox(trusted.sock, f"connection to {actor.name}", trusted.outgoing)
         self._lock = threading.Lock()
         self._arrived, self._work_to_do = threading.Condition(self._lock), threading.Condition(self._lock)
         self._pending: dict[int, Call] = {}
         self._started = 0
         self._reading = self._in_background = self._closed = False
-        self._failure, self._missing = "", [place.rank]
-        self._kept: Buffer | None = None
+        self._failure, self._missing = "", [actor.rank]
+        self._valid: Buffer | None = None
         self._thread: threading.Thread | None = None
 
     def call(self, message: ActorMessage) -> Call:
@@ -133,7 +137,7 @@ class SocketConnection:
         self._start(copied, then)
 
     def close(self) -> None:
-        """As the contract; calls under way fail. May be called twice."""
+        """As the contract; calls in flight fail. May be called twice."""
         with self._lock:
             self._closed = True
             self._fail("this end was closed")
@@ -141,19 +145,19 @@ class SocketConnection:
         self._outbox.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._wire.close()
+        self._sock.close()
 
-    def break_off(self, why: str) -> None:
-        """Nothing more comes, for the reason `why`; whoever waits is woken. From any thread; waits for nothing."""
+    def abort(self, reason: str) -> None:
+        """Fail all calls for `reason`, and wake their waiters. From any thread; never blocks."""
         with self._lock:
             if not self._failure:
-                self._failure, self._missing = why, []
+                self._failure, self._missing = reason, []
         self._outbox.shut()
 
     def _start(self, message: ActorMessage, then: Callable[[ActorMessage | None], None] | None) -> Call:
         with self._lock:
             call = Call(self, self._started, message.kind, then)
-            pieces = frames.encode(message, call.number)
+            pieces = wire_format.encode(message, call.number)
             self._started += 1
             if self._failure and then is None:
                 call.fail(self._failure, self._missing)
@@ -161,13 +165,13 @@ class SocketConnection:
             self._pending[call.number] = call
             if not self._outbox.send(pieces) or then is not None:
                 self._begin_reading()
-        self._count(frames.nbytes(pieces))
+        self._count(wire_format.nbytes(pieces))
         return call
 
     # What the `Work` needs.
 
     def wait_for(self, call: Call) -> None:
-        """Read, or have it read, until `call` is over."""
+        """Read, or wait for the thread that reads, until `call` is over."""
         while True:
             with self._lock:
                 while self._reading and not call.over:
@@ -178,22 +182,22 @@ class SocketConnection:
             self._read()
 
     def read_in_background(self) -> None:
-        """What is under way is to arrive although nobody waits."""
+        """Have a thread receive the answers to the calls in flight."""
         with self._lock:
             self._begin_reading()
 
     def keep(self, buffer: Buffer) -> None:
-        """The answer in `buffer` is valid from now on, that of the call before no more."""
-        kept, self._kept = self._kept, buffer
-        if kept is not None:
-            self._inbox.buffers.give(kept)
+        """The answer in `buffer` is valid from now on, and that of the previous call no longer."""
+        previous, self._valid = self._valid, buffer
+        if previous is not None:
+            self._inbox.buffers.give(previous)
 
-    # Reading. Who sets `_reading` reads one message, and nobody else does meanwhile.
+    # Reading. The thread that has set `_reading` reads one message, and no other thread reads meanwhile.
 
     def _begin_reading(self) -> None:
         self._in_background = True
         if self._thread is None and not self._closed:
-            name = f"line to {self._place.name} reads"
+            name = f"connection to {self._actor.name} reads"
             self._thread = threading.Thread(target=self._background, name=name, daemon=True)
             self._thread.start()
         self._work_to_do.notify()
@@ -209,7 +213,7 @@ class SocketConnection:
             try:
                 self._read()
             except Exception:
-                LOG.exception("an actor failed at an answer of %s", self._place.name)
+                LOG.exception("an actor failed at an answer of %s", self._actor.name)
                 with self._lock:
                     self._fail("an answer could not be handled")
                 self._outbox.close()
@@ -220,7 +224,7 @@ class SocketConnection:
             if not self._failure:
                 arrival = self._inbox.read()
         except BlockingIOError:
-            failure = "silent beyond the deadline"
+            failure = "no answer within the deadline"
         except (OSError, BrokenMessage) as error:
             failure = getattr(error, "strerror", None) or str(error)
         finally:
@@ -228,7 +232,7 @@ class SocketConnection:
                 self._reading = False
                 call = self._pending.pop(arrival.call, None) if arrival else None
                 if call is None:
-                    over = self._fail(failure if arrival is None else "it answered what nobody asked")
+                    over = self._fail(failure if arrival is None else "it answered a call that was not made")
                 else:
                     over = []
                     assert arrival is not None
@@ -238,17 +242,17 @@ class SocketConnection:
                 if self._in_background:
                     self._work_to_do.notify()
         if call is not None and call.then is not None and arrival is not None:
-            self._say(call.then, arrival.message)
+            self._run_callback(call.then, arrival.message)
             self._inbox.buffers.give(arrival.buffer)
         for each in over:
-            self._say(each, None)
+            self._run_callback(each, None)
 
-    def _say(self, then: Callable[[ActorMessage | None], None], message: ActorMessage | None) -> None:
+    def _run_callback(self, then: Callable[[ActorMessage | None], None], message: ActorMessage | None) -> None:
         self._run(lambda: then(message))
 
     def _fail(self, detail: str) -> list[Callable[[ActorMessage | None], None]]:
-        """All that is under way has failed, and all that comes; returns who has to be told so."""
-        where = f"the connection to {self._place.name} was lost"
+        """Fail all calls in flight and all later ones; returns the callbacks that must be called with None."""
+        where = f"the connection to {self._actor.name} was lost"
         self._failure = self._failure or f"{where}: {detail}"
         calls, self._pending = list(self._pending.values()), {}
         for call in calls:
@@ -258,7 +262,7 @@ class SocketConnection:
 
 
 def connect_actor(
-    place: ActorAddress,
+    actor: ActorAddress,
     token: bytes,
     sender: int,
     timeout_seconds: float,
@@ -266,74 +270,76 @@ def connect_actor(
     run: Run = directly,
     abort: Abort | None = None,
 ) -> SocketConnection:
-    """A line to the actor at `place`, which answers when it is ready.
+    """A connection to `actor`, once its process answers.
 
     Raises:
-        PeerLost: nobody is there, or nobody who knows the token, within the deadline (and the time that a
-            process may take to start); or it was broken off.
+        PeerLost: no process that knows the token answers within the deadline, or the time that a process may
+            take to start if that is longer; or `abort` was set.
     """
     abort, until = abort or Abort(), time.monotonic() + max(timeout_seconds, _START_SECONDS)
     while True:
         left = until - time.monotonic()
         try:
-            trusted = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01), abort))
-            _set_options(trusted.wire, timeout_seconds)
-            return SocketConnection(trusted, place, count, run)
+            trusted = abort.run("connect", partial(_authenticated, actor, token, sender, max(left, 0.01), abort))
+            _set_socket_options(trusted.sock, timeout_seconds)
+            return SocketConnection(trusted, actor, count, run)
         except OSError as error:
-            # Nobody listens any more: a place is told only after somebody does.
+            # Refused: the process has exited, as an address is published only once its socket listens.
             if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
-                raise PeerLost([place.rank], "connect", f"{place.name}: {error}") from error
+                raise PeerLost([actor.rank], "connect", f"{actor.name}: {error}") from error
             time.sleep(_RETRY_SECONDS)
 
 
-def _introduced(
-    place: ActorAddress, token: bytes, sender: int, timeout_seconds: float, abort: Abort
+def _authenticated(
+    actor: ActorAddress, token: bytes, sender: int, timeout_seconds: float, abort: Abort
 ) -> TrustedConnection:
-    """A connection to `place` that is trusted at both ends."""
-    wire = _reach(place, timeout_seconds)
-    forget = abort.add_callback(partial(_shut, wire))
+    """A connection to `actor` after the handshake."""
+    sock = _open_socket(actor, timeout_seconds)
+    forget = abort.add_callback(partial(_shut, sock))
     try:
-        return trust.introduce(wire, token, sender, place.number)
+        return handshake.authenticate(sock, token, sender, actor.number)
     except BaseException:
-        wire.close()
+        sock.close()
         raise
     finally:
         forget()
 
 
-def _shut(wire: socket.socket) -> None:
-    """Whoever waits for something from `wire` is woken."""
+def _shut(sock: socket.socket) -> None:
+    """Shut `sock` down, which wakes threads that wait for it."""
     with suppress(OSError):  # it has ended already
-        wire.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
 
 
-def _reach(place: ActorAddress, timeout_seconds: float) -> socket.socket:
-    """A connection to `place`: by its local socket name on the actor's own host, else over TCP. Any process may bind a
-    local name, so the name counts only where a process of this user listens."""
-    if place.nearby and place.host == host_name():
-        wire = socket.socket(socket.AF_UNIX)
-        wire.settimeout(timeout_seconds)
+def _open_socket(actor: ActorAddress, timeout_seconds: float) -> socket.socket:
+    """Connect to `actor`: by its local socket name on the actor's own host, else over TCP.
+
+    Any process may bind a local name, so it counts only if a process of this user listens there.
+    """
+    if actor.nearby and actor.host == host_name():
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(timeout_seconds)
         try:
-            wire.connect(abstract(place.nearby))
-            if _user(wire) == os.getuid():
-                return wire
-        except OSError:  # it is in another network namespace
+            sock.connect(abstract(actor.nearby))
+            if _user(sock) == os.getuid():
+                return sock
+        except OSError:  # the actor is in another network namespace
             pass
-        wire.close()
-    return socket.create_connection((place.address, place.port), timeout=timeout_seconds)
+        sock.close()
+    return socket.create_connection((actor.address, actor.port), timeout=timeout_seconds)
 
 
-def _user(wire: socket.socket) -> int:
+def _user(sock: socket.socket) -> int:
     """The user id of the process that listens at the other end of a local connection (SO_PEERCRED)."""
-    _, user, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
-def _set_options(wire: socket.socket, timeout_seconds: float) -> None:
-    """Block in the kernel, which alone keeps the time: that is what makes one system call carry a whole message."""
-    wire.settimeout(None)
-    if wire.family != socket.AF_UNIX:
-        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _set_socket_options(sock: socket.socket, timeout_seconds: float) -> None:
+    """Leave timeouts to the kernel, so that one blocking system call carries a whole message."""
+    sock.settimeout(None)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     timeout = struct.pack("@ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6) + 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        wire.setsockopt(socket.SOL_SOCKET, option, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, option, timeout)

@@ -1,13 +1,13 @@
-"""Who may speak with an actor: both ends prove that they know the run's token, and neither says it.
+"""The handshake of a connection to an actor: both ends prove that they know the run's token, and neither sends it.
 
 ::
 
     server   magic, 32 random bytes
-    client   32 random bytes, its number, the number of the actor it wants, HMAC("client", all of the above)
+    client   32 random bytes, its number, the number of the requested actor, HMAC("client", all of the above)
     server   the largest payload that the actor takes, how frames are protected, HMAC("server", all of the above)
 
-Sizes are fixed, nothing else is read before, and the token never travels. The keys of what follows are made of it and
-of what both have said, by HMAC too.
+Sizes are fixed, and nothing else is read before. The keys of the connection are derived from the token and from both
+ends' random bytes, by HMAC too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CLAIM_BYTES = _NONCE_BYTES + _NUMBERS.size + _PROOF_BYTES
 
 
 class Untrusted(ConnectionError):
-    """The other end does not know the token, or is something else altogether."""
+    """The other end does not know the token, or does not speak this protocol."""
 
 
 @dataclass(frozen=True)
 class ConnectionTerms:
-    """What both ends keep to from now on; the server says it."""
+    """What the server determines for the connection."""
 
     largest_bytes: int
     protection: Protection
@@ -46,82 +46,84 @@ class ConnectionTerms:
 class TrustedConnection:
     """A connection after the handshake, as one end sees it."""
 
-    wire: socket.socket
+    sock: socket.socket
     terms: ConnectionTerms
     incoming: Direction
     outgoing: Direction
 
 
 def challenge() -> bytes:
-    """What a server says first."""
+    """The first message, from the server."""
     return _MAGIC + secrets.token_bytes(_NONCE_BYTES)
 
 
-def claim(token: bytes, challenged: bytes, sender: int, actor: int) -> bytes:
-    """What a client answers. Raises `Untrusted`."""
-    if not challenged.startswith(_MAGIC):
+def claim(token: bytes, challenge_bytes: bytes, sender: int, actor: int) -> bytes:
+    """The client's answer to a challenge. Raises `Untrusted`."""
+    if not challenge_bytes.startswith(_MAGIC):
         raise Untrusted("it is not a server of this library")
-    said = secrets.token_bytes(_NONCE_BYTES) + _NUMBERS.pack(sender, actor)
-    return said + _proof(token, b"client", challenged + said)
+    request = secrets.token_bytes(_NONCE_BYTES) + _NUMBERS.pack(sender, actor)
+    return request + _proof(token, b"client", challenge_bytes + request)
 
 
-def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, terms: ConnectionTerms) -> tuple[int, bytes]:
-    """The client's number, and what the server answers. Raises `Untrusted`."""
-    said, proof = claimed[:-_PROOF_BYTES], claimed[-_PROOF_BYTES:]
-    if not hmac.compare_digest(proof, _proof(token, b"client", challenged + said)):
+def verify(
+    token: bytes, challenge_bytes: bytes, claim_bytes: bytes, actor: int, terms: ConnectionTerms
+) -> tuple[int, bytes]:
+    """The client's number, and the server's answer. Raises `Untrusted`."""
+    request, proof = claim_bytes[:-_PROOF_BYTES], claim_bytes[-_PROOF_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"client", challenge_bytes + request)):
         raise Untrusted("it does not know this run's token")
-    sender, wanted = _NUMBERS.unpack(said[_NONCE_BYTES:])
+    sender, wanted = _NUMBERS.unpack(request[_NONCE_BYTES:])
     if wanted != actor:
         raise Untrusted(f"it looks for actor {wanted}, this is {actor}")
-    said = _TERMS.pack(terms.largest_bytes, terms.protection)
-    return sender, said + _proof(token, b"server", challenged + claimed + said)
+    answer = _TERMS.pack(terms.largest_bytes, terms.protection)
+    return sender, answer + _proof(token, b"server", challenge_bytes + claim_bytes + answer)
 
 
-def admitted(wire: socket.socket, token: bytes, said: bytes, terms: ConnectionTerms) -> TrustedConnection:
-    """The server's end of `wire`, once challenge and claim, `said`, were found to be right."""
-    incoming, outgoing = _directions(token, said, terms.protection)
-    return TrustedConnection(wire, terms, incoming, outgoing)
+def accepted(sock: socket.socket, token: bytes, transcript: bytes, terms: ConnectionTerms) -> TrustedConnection:
+    """The server's end of `sock`, after `verify`; `transcript` is the challenge and the claim."""
+    incoming, outgoing = _directions(token, transcript, terms.protection)
+    return TrustedConnection(sock, terms, incoming, outgoing)
 
 
-def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> TrustedConnection:
-    """The client's side, within the timeout of `wire`.
+def authenticate(sock: socket.socket, token: bytes, sender: int, actor: int) -> TrustedConnection:
+    """The client's side, within the timeout of `sock`.
 
     Raises:
-        Untrusted: the server does not know the token.
-        OSError: the connection ended, or nothing came in time.
+        Untrusted: the server does not know the token, or is another host's.
+        OSError: the connection ended, or timed out.
     """
-    challenged = _exactly(wire, CHALLENGE_BYTES)
-    claimed = claim(token, challenged, sender, actor)
-    wire.sendall(claimed)
-    said, proof = _exactly(wire, _TERMS.size), _exactly(wire, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(token, b"server", challenged + claimed + said)):
+    challenge_bytes = _receive_exactly(sock, CHALLENGE_BYTES)
+    claim_bytes = claim(token, challenge_bytes, sender, actor)
+    sock.sendall(claim_bytes)
+    answer, proof = _receive_exactly(sock, _TERMS.size), _receive_exactly(sock, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(token, b"server", challenge_bytes + claim_bytes + answer)):
         raise Untrusted("it does not know this run's token")
-    largest_bytes, protection = _TERMS.unpack(said)
+    largest_bytes, protection = _TERMS.unpack(answer)
     terms = ConnectionTerms(largest_bytes, Protection(protection))
-    if terms.protection is Protection.NONE and wire.family != socket.AF_UNIX:
+    if terms.protection is Protection.NONE and sock.family != socket.AF_UNIX:
         raise Untrusted("it was reached by its local name from another host or user")
-    outgoing, incoming = _directions(token, challenged + claimed, terms.protection)
-    return TrustedConnection(wire, terms, incoming, outgoing)
+    outgoing, incoming = _directions(token, challenge_bytes + claim_bytes, terms.protection)
+    return TrustedConnection(sock, terms, incoming, outgoing)
 
 
-def _directions(token: bytes, said: bytes, protection: Protection) -> tuple[Direction, Direction]:
-    """From client to server, and back."""
+def _directions(token: bytes, transcript: bytes, protection: Protection) -> tuple[Direction, Direction]:
+    """The directions from client to server, and from server to client."""
     if protection is Protection.NONE:
         return Direction(), Direction()
     encrypted = protection is Protection.ENCRYPTED
-    to_server, to_client = (_proof(token, way, said)[:KEY_BYTES] for way in (b"to the server", b"to the client"))
+    to_server, to_client = (_proof(token, way, transcript)[:KEY_BYTES] for way in (b"to the server", b"to the client"))
     return Protected(to_server, encrypted), Protected(to_client, encrypted)
 
 
-def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(token, role + said, "sha256")
+def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(token, role + transcript, "sha256")
 
 
-def _exactly(wire: socket.socket, nbytes: int) -> bytes:
-    found = b""
-    while len(found) < nbytes:
-        piece = wire.recv(nbytes - len(found))
-        if not piece:
+def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    while len(received) < nbytes:
+        part = sock.recv(nbytes - len(received))
+        if not part:
             raise ConnectionResetError("the other end has closed the connection")
-        found += piece
-    return found
+        received += part
+    return received

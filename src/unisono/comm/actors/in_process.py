@@ -1,4 +1,4 @@
-"""Actors that live in their only caller's process and thread: what a worker without peers has."""
+"""Actors in the process and thread of their only caller: those of a worker without peers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOG = logging.getLogger("unisono")
 
 
 class Backlog:
-    """What is still to be handed in; an actor never gets a message in the midst of another."""
+    """Deliveries that wait: an actor never receives a message while it processes another."""
 
     def __init__(self) -> None:
         self._steps: deque[Callable[[], None]] = deque()
         self._busy = False
 
     def add(self, step: Callable[[], None]) -> None:
-        """Run `step` when all that came before is done: mostly at once."""
+        """Run `step` after all steps added before it: mostly at once."""
         self._steps.append(step)
         if self._busy:
             return
@@ -44,15 +44,17 @@ class DirectCall:
         return self.answer is not None or bool(self.failure)
 
     def wait(self) -> ActorMessage:
-        """As the contract. An actor that has not answered by now never will: nobody is left to make it."""
+        """As the contract. An actor that has not answered by now never will: nothing else runs."""
         if self.answer is None:
-            raise PeerLost([0], self._kind, self.failure or "it has not answered, and nothing more will happen to it")
+            raise PeerLost([0], self._kind, self.failure or "it has not answered, and receives nothing more")
         return self.answer
 
 
 class DirectConnection:
-    """The `ActorConnection` of `sender` to an actor in the same thread. Tensors are copied both ways: neither end can
-    spoil the other's."""
+    """The `ActorConnection` of `sender` to an actor in the same thread.
+
+    Tensors are copied both ways, so that neither end can modify the other's.
+    """
 
     pid = None
 
@@ -62,24 +64,24 @@ class DirectConnection:
 
     def call(self, message: ActorMessage) -> DirectCall:
         call = DirectCall(message.kind)
-        self._hand_in(message, call, lambda: None)
+        self._deliver(message, call, lambda: None)
         return call
 
     def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         call = DirectCall(message.kind)
-        self._hand_in(message, call, lambda: self._backlog.add(lambda: then(call.answer)))
+        self._deliver(message, call, lambda: self._backlog.add(lambda: then(call.answer)))
 
     def close(self) -> None:
         self._end("this end was closed")
 
-    def _hand_in(self, message: ActorMessage, call: DirectCall, over: Callable[[], None]) -> None:
+    def _deliver(self, message: ActorMessage, call: DirectCall, on_done: Callable[[], None]) -> None:
         copied = _copy(message)
 
-        def answer(said: ActorMessage) -> None:
+        def answer(reply: ActorMessage) -> None:
             if call.answer is not None:
                 raise RuntimeError(f"a {message.kind!r} was answered twice")
-            call.answer = _copy(said)
-            over()
+            call.answer = _copy(reply)
+            on_done()
 
         def receive() -> None:
             if not self._ended:
@@ -90,18 +92,18 @@ class DirectConnection:
                     self._end(f"it failed with {type(error).__name__}: {error}")
             if self._ended and call.answer is None:
                 call.failure = self._ended
-                over()
+                on_done()
 
         self._backlog.add(receive)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if not self._ended:
-            self._ended = why
+            self._ended = reason
             self._backlog.add(lambda: self._actor.lost(self._sender))
 
 
-def introduce(actors: Sequence[Actor]) -> list[ActorConnection]:
-    """Make `actors` known to each other; lines of worker 0 to all of them."""
+def connect_in_process(actors: Sequence[Actor]) -> list[ActorConnection]:
+    """Connect `actors` with each other; returns connections of worker 0 to all of them."""
     backlog = Backlog()
     for number, actor in enumerate(actors):
         actor.connected([DirectConnection(other, -1 - number, backlog) for other in actors])

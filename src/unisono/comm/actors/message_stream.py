@@ -1,7 +1,7 @@
-"""Messages over a connected socket: blocking calls of the kernel on memory that is there already.
+"""Messages over a connected socket: blocking system calls on memory that is allocated already.
 
-One system call carries a whole payload, so a thread that sends or receives does not hold up those that
-compute. Small messages leave in the thread that sends them, large ones in a thread of their own.
+One system call transfers a whole payload, so a thread that sends or receives holds the interpreter's lock for a
+moment only. Small messages are sent by the calling thread, large ones by a thread of the outbox.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from unisono.comm.actor import ActorMessage
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.protection import Direction
 from unisono.comm.actors.wire_format import BrokenMessage, Buffer, Head
 
 READY = "\0ready"
-"""The kind of a message that is answered, without the actor, as soon as the actor receives."""
+"""The kind of a message that the server answers, without the actor, as soon as the actor receives messages."""
 _SCRATCH_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 16
-_KEPT_BUFFERS = 2
-# Who sleeps is woken late, and finds cold caches: the same lines of Python then take 3 to 5 times as long. So a
-# reader stays awake where messages follow each other closely; where they do not, it costs little to have tried.
-_LOOK_OUT_SECONDS = 200e-6
-_SLEEPS = 15  # reads without looking out after one that has been in vain
+_CACHED_BUFFERS = 2
+# A thread that sleeps wakes up late and with cold caches: the same lines of Python then take 3 to 5 times as long. So
+# a reader spins while messages follow each other closely; where they do not, the attempt costs little.
+_SPIN_SECONDS = 200e-6
+_READS_WITHOUT_SPIN = 15  # after one read for which spinning was in vain
 _MOST_PIECES = 512  # the kernel takes 1024
 
 
 class Buffers:
-    """Memory for payloads, used again and again; `largest_bytes` bounds what is in use at one time."""
+    """A pool of memory for payloads; `largest_bytes` bounds what is in use at one time."""
 
     def __init__(self, largest_bytes: int) -> None:
         self._largest_bytes = largest_bytes
@@ -43,34 +43,34 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes` or more. Raises `BrokenMessage` where that is too much."""
+        """A buffer of `nbytes` or more. Raises `BrokenMessage` beyond the bound."""
         with self._lock:
             if self._used_bytes + nbytes > self._largest_bytes:
-                raise BrokenMessage(f"{self._used_bytes} + {nbytes} bytes await answers; {self._largest_bytes} may")
+                raise BrokenMessage(f"{self._used_bytes} + {nbytes} bytes are in use, at most {self._largest_bytes}")
             buffer = self._fitting(nbytes)
             self._used_bytes += buffer.nbytes
             return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """`buffer` may be written again."""
+        """Return `buffer` to the pool."""
         with self._lock:
             self._used_bytes -= buffer.nbytes
             if buffer.nbytes:
                 self._free.append(buffer)
                 self._free.sort(key=attrgetter("nbytes"))
-                del self._free[:-_KEPT_BUFFERS]
+                del self._free[:-_CACHED_BUFFERS]
 
     def _fitting(self, nbytes: int) -> Buffer:
         if nbytes:
-            for place, buffer in enumerate(self._free):
+            for index, buffer in enumerate(self._free):
                 if nbytes <= buffer.nbytes <= self._largest_bytes - self._used_bytes:
-                    return self._free.pop(place)
+                    return self._free.pop(index)
             del self._free[-1:]
         return Buffer(nbytes)
 
 
 class Arrival(NamedTuple):
-    """A message, the number of its call, and the buffer in which its tensors lie."""
+    """A message, the number of its call, and the buffer that holds its tensors."""
 
     call: int
     message: ActorMessage
@@ -83,158 +83,162 @@ class Inbox:
     Small reads go through a scratch buffer, so that a small message costs one system call.
 
     Args:
-        incoming: opens what arrives.
+        incoming: decrypts or verifies what arrives.
     """
 
-    def __init__(self, wire: socket.socket, largest_bytes: int, incoming: Direction) -> None:
+    def __init__(self, sock: socket.socket, largest_bytes: int, incoming: Direction) -> None:
         self.buffers = Buffers(largest_bytes)
-        self._wire, self._largest_bytes, self._incoming = wire, largest_bytes, incoming
+        self._sock, self._largest_bytes, self._incoming = sock, largest_bytes, incoming
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0
-        self._asleep = 0
+        self._blocking_reads = 0
 
     def read(self) -> Arrival:
-        """The next message; its tensors are valid until its buffer is given back.
+        """The next message; its tensors are valid until its buffer is returned to `buffers`.
 
         Raises:
-            BrokenMessage: what came is not one; nothing after it can be read.
-            OSError: the connection is gone (`BlockingIOError`: silent for as long as the socket allows).
+            BrokenMessage: the data is not a message; nothing after it can be read.
+            OSError: the connection has ended (`BlockingIOError`: the socket's timeout has passed).
         """
-        said = bytes(self._exactly(frames.HEAD_BYTES))
-        head = Head.parse(said, self._largest_bytes)
+        head_bytes = bytes(self._take(wire_format.HEAD_BYTES))
+        head = Head.parse(head_bytes, self._largest_bytes)
         nbytes = head.table_bytes + head.text_bytes
-        single = head.payload_bytes if head.payload_bytes <= self._incoming.single_bytes else 0
-        rest = self._incoming.open(self._exactly(nbytes + single + self._incoming.tag_bytes), said)
-        table = frames.parse_table(head, rest[: head.table_bytes])
-        kind, fields = frames.parse_text(bytes(rest[head.table_bytes : nbytes]))
+        inline = head.payload_bytes if head.payload_bytes <= self._incoming.single_bytes else 0
+        rest = self._incoming.open(self._take(nbytes + inline + self._incoming.tag_bytes), head_bytes)
+        table = wire_format.parse_table(head, rest[: head.table_bytes])
+        kind, fields = wire_format.parse_text(bytes(rest[head.table_bytes : nbytes]))
         buffer = self.buffers.take(head.payload_bytes)
-        if single:
-            buffer.bytes[:single] = rest[nbytes:]
-        for start in range(single, head.payload_bytes, self._incoming.segment_bytes):
-            # A tag lies where the next segment begins, which is written after it was looked at.
+        if inline:
+            buffer.bytes[:inline] = rest[nbytes:]
+        for start in range(inline, head.payload_bytes, self._incoming.segment_bytes):
+            # A tag occupies the first bytes of the next segment, which are received after it is verified.
             end = min(start + self._incoming.segment_bytes, head.payload_bytes) + self._incoming.tag_bytes
-            self._into(buffer.bytes[start:end])
+            self._fill(buffer.bytes[start:end])
             self._incoming.open(buffer.bytes[start:end])
         return Arrival(head.call, ActorMessage(kind, fields, buffer.cut(table)), buffer)
 
-    def _exactly(self, nbytes: int) -> memoryview:
+    def _take(self, nbytes: int) -> memoryview:
         """The next `nbytes`, valid until the next read."""
         if nbytes > _SCRATCH_BYTES:
             whole = memoryview(bytearray(nbytes))
-            self._into(whole)
+            self._fill(whole)
             return whole
         if self._start + nbytes > _SCRATCH_BYTES:
             left = self._end - self._start
             self._scratch[:left] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, left
         while self._end - self._start < nbytes:
-            self._end += self._receive_promptly(self._scratch[self._end :])
-        found = self._scratch[self._start : self._start + nbytes]
+            self._end += self._receive_spinning(self._scratch[self._end :])
+        taken = self._scratch[self._start : self._start + nbytes]
         self._start += nbytes
         if self._start == self._end:
             self._start = self._end = 0
-        return found
+        return taken
 
-    def _into(self, target: memoryview) -> None:
-        known = min(self._end - self._start, len(target))
-        target[:known] = self._scratch[self._start : self._start + known]
-        self._start += known
-        while known < len(target):
-            known += self._receive(target[known:], socket.MSG_WAITALL)
+    def _fill(self, target: memoryview) -> None:
+        count = min(self._end - self._start, len(target))
+        target[:count] = self._scratch[self._start : self._start + count]
+        self._start += count
+        while count < len(target):
+            count += self._receive(target[count:], socket.MSG_WAITALL)
 
-    def _receive_promptly(self, target: memoryview) -> int:
-        """Look out for a moment before sleeping, as long as that has been worth it."""
-        if self._asleep:
-            self._asleep -= 1
+    def _receive_spinning(self, target: memoryview) -> int:
+        """Spin for a moment before sleeping, unless a recent attempt was in vain."""
+        if self._blocking_reads:
+            self._blocking_reads -= 1
             return self._receive(target, 0)
-        until = time.perf_counter() + _LOOK_OUT_SECONDS
+        until = time.perf_counter() + _SPIN_SECONDS
         while time.perf_counter() < until:
             try:
                 return self._receive(target, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 continue
-        self._asleep = _SLEEPS
+        self._blocking_reads = _READS_WITHOUT_SPIN
         return self._receive(target, 0)
 
     def _receive(self, target: memoryview, flags: int) -> int:
-        count = self._wire.recv_into(target, 0, flags)
+        count = self._sock.recv_into(target, 0, flags)
         if not count:
             raise ConnectionResetError("the other end has closed the connection")
         return count
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _Outgoing:
+    """A message that the outbox's thread sends; `sent` is called when its memory is not needed any more."""
+
     parts: Iterator[list[memoryview]]
     sent: Callable[[], None]
 
 
 class Outbox:
-    """Sends messages over a blocking socket, in the order in which they come, from any thread.
+    """Sends messages over a blocking socket, in the order of the calls, from any thread.
 
-    An error while sending is no news: whoever reads from the same socket sees that it has ended.
+    Errors while sending are not raised: the thread that reads from the same socket sees that it has ended.
 
     Args:
-        outgoing: protects what leaves.
+        outgoing: authenticates or encrypts what is sent.
     """
 
-    def __init__(self, wire: socket.socket, name: str, outgoing: Direction) -> None:
-        self._wire, self._name, self._outgoing = wire, name, outgoing
+    def __init__(self, sock: socket.socket, name: str, outgoing: Direction) -> None:
+        self._sock, self._name, self._outgoing = sock, name, outgoing
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._queue: deque[_Leaving] = deque()
+        self._queue: deque[_Outgoing] = deque()
         self._thread: threading.Thread | None = None
-        self._over = False
+        self._closed = False
 
     def send(self, pieces: list[memoryview], sent: Callable[[], None] = lambda: None) -> bool:
-        """Never waits. True: it has left; else a thread sends it. ``sent()`` follows when its memory is not
-        needed any more."""
+        """Send a message without blocking; True if it was sent at once, else a thread sends it.
+
+        ``sent()`` is called when the memory of `pieces` is not needed any more.
+        """
         with self._lock:
-            parts = None if self._over else self._outgoing.protect(pieces)
-            if parts is not None and not self._queue and frames.nbytes(pieces) <= _SMALL_BYTES:
+            parts = None if self._closed else self._outgoing.protect(pieces)
+            if parts is not None and not self._queue and wire_format.nbytes(pieces) <= _SMALL_BYTES:
                 left = self._send_now([piece for part in parts for piece in part])
                 parts = iter([left]) if left else None
             if parts is not None:
-                self._queue.append(_Leaving(parts, sent))
-                self._hand_over()
+                self._queue.append(_Outgoing(parts, sent))
+                self._wake_sender()
                 return False
         sent()
         return True
 
     def drained(self) -> None:
-        """Returns when nothing is left to be sent."""
+        """Return when the queue is empty."""
         with self._lock:
-            while self._queue and not self._over:
+            while self._queue and not self._closed:
                 self._changed.wait()
 
     def shut(self) -> None:
-        """Nothing more is sent; the socket is shut down, which ends whoever reads from it or writes to it."""
+        """Send nothing more, and shut the socket down, which wakes threads that read from it or write to it."""
         with self._changed:
-            self._break()
+            self._shut()
 
     def close(self) -> None:
-        """As `shut`, and the thread that sends has ended."""
+        """As `shut`, and join the thread that sends."""
         self.shut()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _break(self) -> None:
-        self._over = True
+    def _shut(self) -> None:
+        self._closed = True
         self._changed.notify_all()
-        with suppress(OSError):  # it may be connected no more
-            self._wire.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # it may have ended already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
-        """What is left of `pieces`."""
+        """Send without blocking; returns what is left of `pieces`."""
         try:
-            return _without(pieces, self._wire.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT))
+            return _without(pieces, self._sock.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return pieces
         except OSError:
-            self._over = True
+            self._closed = True
             return []
 
-    def _hand_over(self) -> None:
+    def _wake_sender(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"{self._name} sends", daemon=True)
             self._thread.start()
@@ -243,20 +247,20 @@ class Outbox:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._over:
+                while not self._queue and not self._closed:
                     self._changed.wait()
-                if self._over:
+                if self._closed:
                     self._queue.clear()
                     return
-                leaving = self._queue[0]
+                outgoing = self._queue[0]
             try:
-                for pieces in leaving.parts:
+                for pieces in outgoing.parts:
                     while pieces:
-                        pieces = _without(pieces, self._wire.sendmsg(pieces[:_MOST_PIECES]))
-            except OSError:  # gone, or nothing taken for as long as the socket allows
+                        pieces = _without(pieces, self._sock.sendmsg(pieces[:_MOST_PIECES]))
+            except OSError:  # the connection has ended, or its timeout has passed
                 with self._changed:
-                    self._break()
-            leaving.sent()
+                    self._shut()
+            outgoing.sent()
             with self._changed:
                 self._queue.popleft()
                 self._changed.notify_all()
@@ -264,8 +268,8 @@ class Outbox:
 
 def _without(pieces: list[memoryview], sent: int) -> list[memoryview]:
     """`pieces` less the first `sent` bytes."""
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         if sent < piece.nbytes:
-            return [piece[sent:], *pieces[place + 1 :]] if sent else pieces[place:]
+            return [piece[sent:], *pieces[index + 1 :]] if sent else pieces[index:]
         sent -= piece.nbytes
     return []

@@ -1,8 +1,8 @@
-"""An actor in a process of its own: how a worker starts it.
+"""An actor in a process of its own: the side of the worker that starts it.
 
-The worker opens the listening sockets and hands them down, so that everybody knows where the server will be while
-it still starts. Everything else comes through its standard input, two lines of JSON; the end of that input is
-the end of the process, and so is the end of the worker.
+The worker opens the listening sockets, which the process inherits. So the address is known while the process still
+starts. The process reads two lines of JSON from its standard input. It exits when that input ends, and when the
+worker exits.
 """
 
 from __future__ import annotations
@@ -24,24 +24,31 @@ from setproctitle import getproctitle
 from unisono.comm.actor import Actor
 from unisono.comm.actors.client import ActorAddress
 
-_PATIENCE_SECONDS = 5.0
+_EXIT_SECONDS = 5.0
 _MAIN = "unisono.comm.actors.process_main"
 
 
 class ServerProcess:
-    """The worker's side.
+    """An actor's process, as the worker that starts it sees it.
 
     Args:
-        order: number, service, config, token, encrypted and timeout_seconds; see `unisono.comm.actors.process_main`.
-        doors: where the actor will answer.
+        start_message: number, service, config, token, encrypted and timeout_seconds; see
+            `unisono.comm.actors.process_main`.
+        sockets: the actor's listening sockets.
     """
 
-    def __init__(self, order: Mapping[str, Any], doors: Sequence[socket.socket]) -> None:
-        fds = [door.fileno() for door in doors]
-        title = f"{getproctitle()} server {order['number']}"
-        # A thread that started a process takes it along when it ends; the main thread ends with the worker.
-        follow = threading.current_thread() is threading.main_thread()
-        whole = {**order, "fds": fds, "title": title, "path": sys.path, "parent": os.getpid() if follow else 0}
+    def __init__(self, start_message: Mapping[str, Any], sockets: Sequence[socket.socket]) -> None:
+        fds = [each.fileno() for each in sockets]
+        title = f"{getproctitle()} server {start_message['number']}"
+        # The kernel kills a process when the *thread* that started it ends; only the main thread ends with the worker.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        full_message = {
+            **start_message,
+            "fds": fds,
+            "title": title,
+            "path": sys.path,
+            "parent": os.getpid() if in_main_thread else 0,
+        }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for workers
         try:
             self._process = subprocess.Popen(
@@ -53,32 +60,32 @@ class ServerProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid
-        self._say(whole)
+        self._send(full_message)
 
-    def tell_places(self, places: Sequence[ActorAddress]) -> None:
-        """Where it finds its colleagues; from then on it answers."""
-        self._say([vars(place) for place in places])
+    def send_addresses(self, addresses: Sequence[ActorAddress]) -> None:
+        """Send the addresses of all actors of the service, from which on the actor answers."""
+        self._send([vars(address) for address in addresses])
 
     def close(self) -> None:
-        """End the process and wait until it has ended. May be called twice."""
+        """End the process and wait for its exit. May be called twice."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):  # it may have ended, or been closed, already
-            self._process.stdin.write(b"\n")  # the end alone is not seen where a fork of ours has the pipe too
+        with suppress(BrokenPipeError, ValueError):  # the process may have exited, or the pipe be closed, already
+            self._process.stdin.write(b"\n")  # a closed pipe is not seen while a forked process has it open as well
             self._process.stdin.close()
         try:
-            self._process.wait(_PATIENCE_SECONDS)
+            self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _say(self, what: Any) -> None:
+    def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: whoever connects sees it
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        with suppress(BrokenPipeError):  # the process has exited: callers that connect see it
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
 
 def load(service: str, number: int, config: Mapping[str, Any]) -> Actor:
-    """The actor that ``module:function`` makes."""
+    """Import and call ``module:function``; returns its actor."""
     module, _, name = service.partition(":")
     return cast(Actor, getattr(importlib.import_module(module), name)(number, config))

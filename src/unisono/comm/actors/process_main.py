@@ -1,11 +1,10 @@
-"""An actor in a process of its own: what runs there. `unisono.comm.actors.process` starts it.
+"""An actor in a process of its own: the main function of that process. `unisono.comm.actors.process` starts it.
 
-It ends with its standard input, and with the worker that started it, however that ends.
+The process exits when its standard input ends, and when the worker that started it exits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -22,43 +21,37 @@ from unisono.comm.actors.client import ActorAddress, connect_actor
 from unisono.comm.actors.listener import ActorListener
 from unisono.comm.actors.process import load
 from unisono.comm.actors.server import ActorServer
+from unisono.system.process import exit_with_parent
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main(orders: IO[bytes]) -> None:
-    """Build the actor, meet the others, and answer until `orders` end."""
-    order = json.loads(orders.readline())
-    _follow(order["parent"])
-    setproctitle(order["title"])
-    logging.basicConfig(format=f"server {order['number']}: %(message)s")
-    sys.path[:] = order["path"]
-    torch.set_num_threads(int(order["config"].get("compute_threads", 1)))
-    number, token = order["number"], bytes.fromhex(order["token"])
-    told = orders.readline().strip()
-    if not told:  # the worker has given up
+def main(control: IO[bytes]) -> None:
+    """Build the actor, connect it with its peers, and answer until `control` ends."""
+    start_message = json.loads(control.readline())
+    if start_message["parent"]:
+        exit_with_parent(start_message["parent"])
+    setproctitle(start_message["title"])
+    logging.basicConfig(format=f"server {start_message['number']}: %(message)s")
+    sys.path[:] = start_message["path"]
+    torch.set_num_threads(int(start_message["config"].get("compute_threads", 1)))
+    number, token = start_message["number"], bytes.fromhex(start_message["token"])
+    addresses_line = control.readline().strip()
+    if not addresses_line:  # the worker has closed the service before it was complete
         return
-    places = [ActorAddress(**place) for place in json.loads(told)]
-    watch = threading.Thread(target=_end_with, args=(orders,), name="watches its worker", daemon=True)
-    watch.start()
-    desk = ActorServer(load(order["service"], number, order["config"]), number, _not_counted)
-    doors = [socket.socket(fileno=fd) for fd in order["fds"]]
-    ActorListener(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
-    patience = order["timeout_seconds"]
-    desk.connected([connect_actor(place, token, -1 - number, patience, run=desk.call_back) for place in places])
-    watch.join()
+    addresses = [ActorAddress(**address) for address in json.loads(addresses_line)]
+    watcher = threading.Thread(target=_exit_at_eof, args=(control,), name="watches its worker", daemon=True)
+    watcher.start()
+    server = ActorServer(load(start_message["service"], number, start_message["config"]), number, _not_counted)
+    sockets = [socket.socket(fileno=fd) for fd in start_message["fds"]]
+    ActorListener(sockets, token, number, server.largest_bytes, server.accept, start_message["encrypted"])
+    timeout_seconds = start_message["timeout_seconds"]
+    server.connected(
+        [connect_actor(address, token, -1 - number, timeout_seconds, run=server.call_back) for address in addresses]
+    )
+    watcher.join()
 
 
-def _follow(parent: int) -> None:
-    """End with the worker, however it ends."""
-    if parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _end_with(orders: IO[bytes]) -> None:
-    os.read(orders.fileno(), 1)  # nothing comes but the end; the buffer's lock would outlive this thread
+def _exit_at_eof(control: IO[bytes]) -> None:
+    os.read(control.fileno(), 1)  # only the end arrives; a buffered read's lock would outlive this thread
     os._exit(0)
 
 

@@ -1,11 +1,11 @@
-"""What keeps the frames of a connection from being read or altered on their way.
+"""Authentication and encryption of the frames of a connection.
 
-Between processes of one user on one host the kernel does: nobody else reaches a Unix socket's other end. On any other
-connection each frame is authenticated, and encrypted where the run asks for it, by AES-128-GCM (NIST SP 800-38D). A
-frame with at most 32 KiB of payload is one segment. Of a larger one the first segment is head, table and text, each
-further one 1 MiB of payload or what is left of it. A tag of 16 bytes follows each segment. The head is never encrypted:
-it says how much is to come. A segment's nonce is its number on the connection, so that none can be left out, repeated
-or moved; each direction has a key of its own.
+Between processes of one user on one host the kernel protects frames: no other process reaches the other end of a Unix
+socket. On any other connection each frame is authenticated, and encrypted if the run asks for it, by AES-128-GCM (NIST
+SP 800-38D). A frame with at most 32 KiB of payload is one segment. Of a larger frame, the first segment is head, table
+and text, and each further one is 1 MiB of payload or the rest of it. A tag of 16 bytes follows each segment. The head
+is never encrypted, as it holds the sizes. A segment's nonce is its number on the connection, so no segment can be left
+out, repeated or moved. Each direction has its own key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.wire_format import HEAD_BYTES, BrokenMessage
 
 SEGMENT_BYTES = 1 << 20
@@ -24,7 +24,7 @@ _NONCE_BYTES = 12
 
 
 class Protection(IntEnum):
-    """How the frames of a connection are protected; the numbers travel in the handshake."""
+    """How the frames of a connection are protected; the handshake sends the numbers."""
 
     NONE = 0
     AUTHENTICATED = 1
@@ -32,25 +32,25 @@ class Protection(IntEnum):
 
 
 class Direction:
-    """One direction of a connection: frames are protected, or opened, in the order in which they travel.
+    """One direction of a connection: protects or opens its frames, in the order in which they are sent.
 
-    This one leaves them as they are.
+    This class leaves frames as they are.
 
     Attributes:
-        tag_bytes: follow each segment.
-        single_bytes: payloads of at most so many lie in the first segment.
-        segment_bytes: of a larger payload between two tags.
+        tag_bytes: size of the tag that follows each segment.
+        single_bytes: a payload of at most this size is part of the first segment.
+        segment_bytes: payload bytes of each further segment.
     """
 
     tag_bytes = single_bytes = 0
-    segment_bytes = frames.LARGEST_BYTES << 10
+    segment_bytes = wire_format.LARGEST_BYTES << 10
 
     def protect(self, pieces: list[memoryview]) -> Iterator[list[memoryview]]:
-        """The frame of `pieces` as it travels, a part at a time, each made when it is asked for."""
+        """The protected frame of `pieces`, in parts; each part is computed when it is requested."""
         yield pieces
 
     def open(self, segment: memoryview, head: bytes = b"") -> memoryview:
-        """What was said in `segment`, which ends with its tag; a payload lies where it lay.
+        """Verify and decrypt `segment`, which ends with its tag; returns it without the tag. Payloads stay in place.
 
         Args:
             head: of the frame, if this is its first segment.
@@ -62,19 +62,19 @@ class Direction:
 
 
 class Protected(Direction):
-    """Authenticated, or encrypted too, with `key` of 16 bytes."""
+    """A direction with authenticated frames, which are also encrypted if `encrypted`; `key` has 16 bytes."""
 
     tag_bytes, single_bytes, segment_bytes = TAG_BYTES, SINGLE_BYTES, SEGMENT_BYTES
 
     def __init__(self, key: bytes, encrypted: bool) -> None:
-        # 25 ms to import, which only workers of several hosts need.
+        # The import takes 25 ms, and only workers of several hosts need it.
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._cipher, self._invalid, self._encrypted, self._count = AESGCM(key), InvalidTag, encrypted, 0
 
     def protect(self, pieces: list[memoryview]) -> Iterator[list[memoryview]]:
-        first, *payload = pieces if frames.nbytes(pieces[1:]) > self.single_bytes else [_joined(pieces)]
+        first, *payload = pieces if wire_format.nbytes(pieces[1:]) > self.single_bytes else [_joined(pieces)]
         head, rest = first[:HEAD_BYTES], first[HEAD_BYTES:]
         if self._encrypted:
             yield [head, self._encrypt(rest, head)]
@@ -94,11 +94,11 @@ class Protected(Direction):
             raise BrokenMessage("it was altered, repeated or left out on its way") from None
         return clear
 
-    def _encrypt(self, said: memoryview, head: memoryview | bytes) -> memoryview:
-        return memoryview(self._cipher.encrypt(self._nonce(), said, head))
+    def _encrypt(self, data: memoryview, head: memoryview | bytes) -> memoryview:
+        return memoryview(self._cipher.encrypt(self._nonce(), data, head))
 
-    def _tag(self, said: memoryview) -> memoryview:
-        return memoryview(self._cipher.encrypt(self._nonce(), b"", said))
+    def _tag(self, data: memoryview) -> memoryview:
+        return memoryview(self._cipher.encrypt(self._nonce(), b"", data))
 
     def _nonce(self) -> bytes:
         self._count += 1
@@ -106,7 +106,7 @@ class Protected(Direction):
 
 
 def _segments(pieces: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """The bytes of `pieces`, in parts of `nbytes` and one of what is left; only those of several pieces are copied."""
+    """The bytes of `pieces` in parts of `nbytes` and one of the rest; copies only parts that span several pieces."""
     waiting: list[memoryview] = []
     room = nbytes
     for piece in pieces:

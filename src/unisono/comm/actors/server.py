@@ -1,4 +1,4 @@
-"""Where an actor sits: one message at a time gets through to it, from whichever connection."""
+"""Serves an actor: passes it one message at a time, from all its connections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from unisono.comm.actor import Actor, ActorConnection, ActorMessage
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.handshake import TrustedConnection
 from unisono.comm.actors.message_stream import READY, Arrival, Inbox, Outbox
 from unisono.comm.actors.wire_format import BrokenMessage
@@ -18,7 +18,7 @@ LOG = logging.getLogger("unisono")
 
 
 class ActorServer:
-    """An actor behind sockets: a thread per connection, of which one at a time has the actor's attention.
+    """An actor behind sockets, with a thread per connection; the thread that holds a lock uses the actor.
 
     ``count(sender, nbytes)`` is called with each answer.
     """
@@ -27,62 +27,62 @@ class ActorServer:
         self.number, self.count = number, count
         self.largest_bytes = largest_bytes_of(actor)
         self._actor = actor
-        self._attention = threading.Lock()
-        self._open = threading.Event()
+        self._actor_lock = threading.Lock()
+        self._ready = threading.Event()
         self._connections: dict[int, _Connection] = {}
         self._broken = 0
         self._lock = threading.Lock()
 
-    def connected(self, lines: Sequence[ActorConnection]) -> None:
-        """Introduce the actor to its colleagues; from now on it receives."""
-        with self._attention:
-            self._actor.connected(lines)
-        self._open.set()
+    def connected(self, peers: Sequence[ActorConnection]) -> None:
+        """Pass the actor the connections to its peers; from now on it receives messages."""
+        with self._actor_lock:
+            self._actor.connected(peers)
+        self._ready.set()
 
     def run(self, step: Callable[[Actor], None]) -> None:
-        """``step(actor)``, while nothing else reaches the actor."""
-        with self._attention:
+        """Call ``step(actor)`` while no other thread uses the actor."""
+        with self._actor_lock:
             step(self._actor)
 
     def call_back(self, then: Callable[[], None]) -> None:
-        """``then()``, while nothing else reaches the actor."""
+        """Call ``then()`` while no other thread uses the actor."""
         self.run(lambda actor: then())
 
-    def welcome(self, trusted: TrustedConnection, sender: int) -> None:
-        """A connection of `sender`, of whom there can be one."""
+    def accept(self, trusted: TrustedConnection, sender: int) -> None:
+        """Serve a connection of `sender`; closed at once if `sender` has another one."""
         with self._lock:
             if sender in self._connections:
-                trusted.wire.close()
+                trusted.sock.close()
                 return
             self._connections[sender] = _Connection(self, trusted, sender)
         self._connections[sender].start()
 
-    def leave(self, sender: int) -> None:
-        """The connection of `sender` has ended; from now on it may come again, to an actor that knows of the end."""
-        self._open.wait()
+    def disconnected(self, sender: int) -> None:
+        """Remove the connection of `sender`, which may connect again once the actor knows that it was lost."""
+        self._ready.wait()
         try:
             self.run(lambda actor: actor.lost(sender))
         except Exception:
-            LOG.exception("actor %d failed when it lost %s", self.number, name_of(sender))
+            LOG.exception("actor %d failed when it lost %s", self.number, sender_name(sender))
         with self._lock:
             del self._connections[sender]
 
-    def note_broken(self, sender: int, error: BrokenMessage) -> None:
-        """Say so of the 1st, 2nd, 4th, 8th ... broken message: nobody can fill a log."""
+    def log_broken(self, sender: int, error: BrokenMessage) -> None:
+        """Log the 1st, 2nd, 4th, 8th ... broken message, so that a client cannot fill the log."""
         with self._lock:
             self._broken += 1
-            told = self._broken & (self._broken - 1) == 0
-        if told:
+            is_logged = self._broken & (self._broken - 1) == 0
+        if is_logged:
             LOG.warning("actor %d has had %d broken messages, the last of %s: %s", self.number, self._broken,
-                        name_of(sender), error)  # fmt: skip
+                        sender_name(sender), error)  # fmt: skip
 
-    def wait_until_open(self) -> None:
-        """Returns when the actor has met its colleagues."""
-        self._open.wait()
+    def wait_until_ready(self) -> None:
+        """Return when the actor is connected with its peers."""
+        self._ready.wait()
 
     def close(self) -> None:
         """End all connections."""
-        self._open.set()
+        self._ready.set()
         with self._lock:
             connections = list(self._connections.values())
         for connection in connections:
@@ -91,23 +91,23 @@ class ActorServer:
 
 def largest_bytes_of(actor: Actor) -> int:
     """The largest payload that `actor` takes: its attribute `largest_bytes`, or 1 GiB."""
-    return int(getattr(actor, "largest_bytes", frames.LARGEST_BYTES))
+    return int(getattr(actor, "largest_bytes", wire_format.LARGEST_BYTES))
 
 
-def name_of(sender: int) -> str:
-    """Who that is, for people."""
+def sender_name(sender: int) -> str:
+    """The sender's name for messages."""
     return f"worker {sender}" if sender >= 0 else f"actor {-1 - sender}"
 
 
 class _Connection:
-    """What one sender says and is answered; its thread ends with it."""
+    """The connection of one sender; its thread ends with it."""
 
-    def __init__(self, desk: ActorServer, trusted: TrustedConnection, sender: int) -> None:
-        self._desk, self._wire, self._sender = desk, trusted.wire, sender
-        _set_options(self._wire)
-        name = f"actor {desk.number} for {name_of(sender)}"
-        self._inbox = Inbox(self._wire, desk.largest_bytes, trusted.incoming)
-        self._outbox = Outbox(self._wire, name, trusted.outgoing)
+    def __init__(self, server: ActorServer, trusted: TrustedConnection, sender: int) -> None:
+        self._server, self._sock, self._sender = server, trusted.sock, sender
+        _set_socket_options(self._sock)
+        name = f"actor {server.number} for {sender_name(sender)}"
+        self._inbox = Inbox(self._sock, server.largest_bytes, trusted.incoming)
+        self._outbox = Outbox(self._sock, name, trusted.outgoing)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -120,47 +120,47 @@ class _Connection:
 
     def _run(self) -> None:
         try:
-            self._desk.wait_until_open()
+            self._server.wait_until_ready()
             while True:
                 arrival = self._inbox.read()
                 if arrival.message.kind == READY:
-                    self._outbox.send(frames.encode(ActorMessage(READY), arrival.call))
+                    self._outbox.send(wire_format.encode(ActorMessage(READY), arrival.call))
                     continue
-                # An earlier answer may be memory of the actor, which it may write into from here on.
+                # An earlier answer may be memory of the actor, which may write into it from here on.
                 self._outbox.drained()
-                self._desk.run(partial(self._hand_in, arrival))
+                self._server.run(partial(self._deliver, arrival))
         except BrokenMessage as error:
-            self._desk.note_broken(self._sender, error)
+            self._server.log_broken(self._sender, error)
         except OSError:
-            pass  # it has gone, or was closed
+            pass  # the connection has ended, or was closed
         except Exception:
-            LOG.exception("actor %d failed at a message of %s", self._desk.number, name_of(self._sender))
+            LOG.exception("actor %d failed at a message of %s", self._server.number, sender_name(self._sender))
         finally:
-            self._desk.leave(self._sender)  # first: who sees the end may be back at once
+            self._server.disconnected(self._sender)  # first: a client that sees the end may connect again at once
             self._outbox.close()
-            self._wire.close()
+            self._sock.close()
 
-    def _hand_in(self, arrival: Arrival, actor: Actor) -> None:
+    def _deliver(self, arrival: Arrival, actor: Actor) -> None:
         answered = False
 
         def answer(message: ActorMessage) -> None:
             nonlocal answered
             if answered:
-                raise RuntimeError(f"actor {self._desk.number} answered a {arrival.message.kind!r} twice")
+                raise RuntimeError(f"actor {self._server.number} answered a {arrival.message.kind!r} twice")
             answered = True
-            pieces = frames.encode(message, arrival.call)
-            self._desk.count(self._sender, frames.nbytes(pieces))
+            pieces = wire_format.encode(message, arrival.call)
+            self._server.count(self._sender, wire_format.nbytes(pieces))
             self._outbox.send(pieces, lambda: self._inbox.buffers.give(arrival.buffer))
 
         actor.receive(self._sender, arrival.message, answer)
 
 
-def _set_options(wire: socket.socket) -> None:
-    """No waiting for more to send, and an end to connections whose other host has vanished."""
-    if wire.family == socket.AF_UNIX:
+def _set_socket_options(sock: socket.socket) -> None:
+    """Send without delay, and end connections whose other host has vanished."""
+    if sock.family == socket.AF_UNIX:
         return
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

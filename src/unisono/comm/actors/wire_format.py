@@ -1,11 +1,11 @@
-"""How a message of a service lies on the wire; arithmetic without I/O::
+"""The wire format of messages to actors, without I/O::
 
     head      magic, bytes of text, number of tensors, number of the call, bytes of payload
     table     for each tensor its dtype and number of elements
     text      JSON: the kind and the fields
-    payload   the tensors as they lie in memory, each padded to 8 bytes
+    payload   the tensors as they are in memory, each padded to 8 bytes
 
-Whoever reads knows after 32 bytes how much is to come, and refuses it before taking memory for it.
+A reader knows the size of a message after 32 bytes, and refuses it before allocating memory for it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from torch import Tensor
 
 from unisono.comm.actor import ActorMessage
+from unisono.comm.header_record import DTYPES as DTYPES
 
-_MAGIC = b"uni1"
+_MAGIC = b"uni2"
 _HEAD = struct.Struct("<4sIIxxxxQQ")
 _ROW = struct.Struct("<B7xQ")
 _PADDING = bytes(8)
-_ROOM_BYTES = 16
+_TAG_BYTES = 16
 HEAD_BYTES = _HEAD.size
 LARGEST_TEXT_BYTES = 1 << 20
 MOST_TENSORS = 1 << 14
 LARGEST_BYTES = 1 << 30
 """The payload that an actor takes unless its attribute `largest_bytes` says otherwise."""
 
-# The place in this list is what travels: new ones go to the end.
-DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-)
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_MEMORYVIEW_DTYPES = {x for x in DTYPES if not x.is_complex and x.itemsize > 1 and x != torch.bfloat16}
+_MEMORYVIEW_DTYPES |= {torch.int8, torch.uint8, torch.bool}
+"""Dtypes whose memory Python's `memoryview` can show as bytes."""
 
 
 class BrokenMessage(ValueError):
-    """What arrived is not a message, or larger than it may be."""
+    """The data that arrived is not a message, or is larger than allowed."""
 
 
 class Head(NamedTuple):
@@ -59,7 +56,7 @@ class Head(NamedTuple):
 
     @staticmethod
     def parse(data: bytes, largest_bytes: int) -> Head:
-        """Raises `BrokenMessage` where what is announced may not come."""
+        """Raises `BrokenMessage` if the data is no head, or announces more than is allowed."""
         magic, text_bytes, tensors, call, payload_bytes = _HEAD.unpack(data)
         if magic != _MAGIC:
             raise BrokenMessage(f"it begins with {bytes(magic)!r}")
@@ -75,7 +72,7 @@ Table = tuple[tuple[torch.dtype, int], ...]
 
 
 def parse_table(head: Head, data: memoryview) -> Table:
-    """Dtype and number of elements of each tensor. Raises `BrokenMessage` where they do not make up the payload."""
+    """Dtype and number of elements of each tensor. Raises `BrokenMessage` unless they make up the payload."""
     table: list[tuple[torch.dtype, int]] = []
     total = 0
     for code, numel in _ROW.iter_unpack(data):
@@ -92,7 +89,7 @@ def text_of(message: ActorMessage) -> bytes:
     """Kind and fields as JSON.
 
     Raises:
-        TypeError: a field that JSON does not know.
+        TypeError: JSON cannot represent a field.
     """
     try:
         return to_json([message.kind, dict(message.fields)])
@@ -114,20 +111,19 @@ def parse_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 class Buffer:
-    """Memory for a payload of `nbytes`, and the tensors that were last cut out of it. `bytes` has room for a tag behind
-    the payload."""
+    """Memory for a payload of `nbytes`, and its tensors; `bytes` has room for a tag after the payload."""
 
     __slots__ = ("_table", "_tensors", "bytes", "memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory = torch.empty(nbytes + _ROOM_BYTES if nbytes else 0, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes + _TAG_BYTES if nbytes else 0, dtype=torch.uint8)
         self.bytes: memoryview = self.memory.numpy().data if nbytes else memoryview(b"")
         self._table: Table = ()
         self._tensors: list[Tensor] = []
 
     def cut(self, table: Table) -> list[Tensor]:
-        """The tensors of `table` that lie here, one after the other; the same ones for the same table."""
+        """The tensors of `table` in this memory, one after the other; the same objects for the same table."""
         if table != self._table:
             self._table, self._tensors = table, self._cut(table)
         return list(self._tensors)
@@ -142,16 +138,16 @@ class Buffer:
 
 
 def encode(message: ActorMessage, call: int = 0) -> list[memoryview]:
-    """The bytes of `message`, in pieces, of which those of the tensors are not copied.
+    """The bytes of `message`, in pieces. Those of the tensors are not copied.
 
     Raises:
-        TypeError: a field that JSON does not know.
-        KeyError: a dtype that is not in `DTYPES`.
+        TypeError: JSON cannot represent a field.
+        KeyError: a tensor has a dtype that is not in `DTYPES`.
     """
     rows, payload, payload_bytes = [], [], 0
     for x in map(_flat, message.tensors):
         size, padding = x.nbytes, -x.nbytes % 8
-        rows.append(_ROW.pack(_CODES[x.dtype], x.numel()))
+        rows.append(_ROW.pack(_DTYPE_CODES[x.dtype], x.numel()))
         if size:
             payload.append(_bytes(x))
         if padding:
@@ -163,7 +159,7 @@ def encode(message: ActorMessage, call: int = 0) -> list[memoryview]:
 
 
 def nbytes(pieces: Sequence[memoryview]) -> int:
-    """How many bytes travel."""
+    """The number of bytes in `pieces`."""
     return sum(map(len, pieces))
 
 
@@ -173,10 +169,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _bytes(x: Tensor) -> memoryview:
     """The memory of `x`, one-dimensional and contiguous."""
-    known = x.view(torch.uint8) if x.dtype in _NOT_IN_NUMPY else x  # a view costs as much as all the rest of this
-    return known.numpy().data.cast("B")
+    readable = x if x.dtype in _MEMORYVIEW_DTYPES else x.view(torch.uint8)  # a view doubles the cost of this function
+    return readable.numpy().data.cast("B")
 
 
 def _padded(nbytes: int) -> int:
-    """Every dtype may begin where a tensor begins."""
+    """`nbytes` rounded up to the alignment of the largest dtype."""
     return -(-nbytes // 8) * 8

@@ -1,1 +1,1 @@
-"""How ranks find each other."""
+"""Rendezvous: the workers of a view find each other."""

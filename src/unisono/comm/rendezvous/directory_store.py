@@ -1,10 +1,8 @@
-"""Where workers of one host find each other: a store whose keys are files."""
+"""A rendezvous store for the workers of one host, whose keys are files."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from pathlib import Path
 
 from torch._C import _distributed_c10d as c10d
@@ -12,20 +10,21 @@ from torch.distributed import DistStoreError
 
 from unisono.comm.abort import Abort
 from unisono.comm.rendezvous.store_exchange import await_keys
+from unisono.system import atomic_files
 
 
 class DirectoryStore(c10d.Store):
-    """A key is a file in a private `directory`, which is there as a whole or not at all.
+    """A store in a private `directory`; each key is a file, which is written atomically.
 
-    torch's own FileStore is one file with a lock. A process that is stopped while it holds the lock, or killed in the
-    middle of a record, keeps all others inside torch, where they hold Python's own lock and hear nobody.
+    torch's own FileStore is one file with a lock. If a process is stopped while it holds the lock, or is killed within
+    a record, all others wait inside torch with the GIL held, and cannot be aborted.
 
     Args:
-        timeout_seconds: how long a key may take to come.
-        abort: breaks off the waiting for it.
+        timeout_seconds: how long to wait for a key.
+        abort: ends the waiting.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be created.
     """
 
     def __init__(self, directory: Path, timeout_seconds: float, abort: Abort) -> None:
@@ -36,10 +35,8 @@ class DirectoryStore(c10d.Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """As torch's."""
         path = self._path(key)
-        new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            new.write_bytes(value)
-            new.replace(path)
+            atomic_files.write(path, value)
         except OSError as error:
             raise DistStoreError(f"{path}: {error.strerror}") from error
 
@@ -56,7 +53,7 @@ class DirectoryStore(c10d.Store):
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: list[str], timeout: object = None) -> None:
-        """As torch's, but that the deadline is this store's own."""
+        """As torch's, with the deadline of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _path(self, key: str) -> Path:

@@ -1,4 +1,4 @@
-"""What workers tell each other at their meeting place, before they are connected."""
+"""Exchange of values through a store, before workers are connected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _BACKOFF = Backoff(first_seconds=100e-6, factor=1.5, longest_seconds=5e-3)
 
 
 class AbortableStore(c10d.Store):
-    """`store`, for a library that waits in it and listens to nobody: broken off, it hears of it as an error. Who hands
-    it over keeps it as well.
+    """A view of `store` for a library that waits in it: setting `abort` raises an error there.
+
+    The caller keeps a reference, as the library only has one to the C++ part.
 
     Args:
-        timeout_seconds: how long a key may take to come.
-        abort: breaks off the waiting.
+        timeout_seconds: how long to wait for a key.
+        abort: ends the waiting.
     """
 
     def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
@@ -41,60 +42,60 @@ class AbortableStore(c10d.Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """As torch's, but that the deadline is this store's own."""
+        """As torch's, with the deadline of this store."""
         await_keys(self._store, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
 
 def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], timeout_seconds: float, abort: Abort) -> None:
-    """Look at `store` again and again, until each rank has written its key there; rank -1 is nobody in particular.
+    """Poll `store` until it has all `keys`, each with the rank that writes it; rank -1: not known.
 
     Raises:
-        PeerLost: it was broken off, or the deadline has passed; then it names those who did not come.
+        PeerLost: `abort` was set; or the deadline has passed, and the error names the missing ranks.
     """
     end, attempt, missing = time.monotonic() + timeout_seconds, 0, keys
     while missing := [(rank, key) for rank, key in missing if not store.check([key])]:
         abort.check("connect")
         if time.monotonic() > end:
-            detail = f"did not come within the deadline of {timeout_seconds:g} s"
+            detail = f"no entry in the store within the deadline of {timeout_seconds:g} s"
             raise PeerLost([rank for rank, _ in missing if rank >= 0], "connect", detail)
         time.sleep(_BACKOFF.seconds(attempt))
         attempt += 1
 
 
 class StoreExchange:
-    """A store in which everybody writes what is theirs and reads what is the others'.
+    """Values that each worker writes to a store, and all others read.
 
     Args:
-        store: of the workers that meet; it is looked at again and again, as to wait in it is to listen to nobody.
-        timeout_seconds: how long a notice may take to come.
-        abort: breaks off the waiting.
+        store: shared by the workers. It is polled, as waiting in it could not be aborted.
+        timeout_seconds: how long to wait for a value.
+        abort: ends the waiting.
     """
 
     def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
         self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
-    def say(self, key: str, value: Any) -> None:
-        """`value`, as JSON can carry it, is there for everybody from now on. Raises as `hear`."""
+    def publish(self, key: str, value: Any) -> None:
+        """Write `value`, which JSON must be able to represent, to the store. Raises as `collect`."""
         self._run(lambda: self._store.set(key, json.dumps(value)))
 
-    def hear(self, keys: Iterable[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
-        """What each rank said under its key, when all of them have, as `read` makes it of plain values.
+    def collect(self, keys: Iterable[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
+        """Wait for the values of `keys`, each with the rank that writes it; `read` converts the plain values.
 
         Raises:
             PeerLost: the wait was aborted; or the deadline has passed, and the error names the missing ranks; or a
                 rank's value cannot be read, as other processes may be able to write to the store.
         """
-        wanted = list(keys)
-        return self._run(lambda: self._collect(wanted, read))
+        listed = list(keys)
+        return self._run(lambda: self._collect_all(listed, read))
 
     def exchange(self, name: str, rank: int, size: int, value: Any, read: Callable[[Any], T]) -> list[T]:
-        """Everybody's `value`, in the order of ranks; `read` and errors as those of `hear`."""
-        self.say(f"{name}/{rank}", value)
-        return self.hear(((other, f"{name}/{other}") for other in range(size)), read)
+        """Collective: the `value` of every rank, in order; `read` and errors as in `collect`."""
+        self.publish(f"{name}/{rank}", value)
+        return self.collect(((other, f"{name}/{other}") for other in range(size)), read)
 
-    def _collect(self, wanted: list[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
-        await_keys(self._store, wanted, self._timeout_seconds, self._abort)
-        return [self._read(rank, key, read) for rank, key in wanted]
+    def _collect_all(self, keys: list[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
+        await_keys(self._store, keys, self._timeout_seconds, self._abort)
+        return [self._read(rank, key, read) for rank, key in keys]
 
     def _read(self, rank: int, key: str, read: Callable[[Any], T]) -> T:
         try:
@@ -103,8 +104,8 @@ class StoreExchange:
             raise PeerLost([rank], "connect", f"its entry in the store is garbled ({type(error).__name__})") from error
 
     def _run(self, call: Callable[[], T]) -> T:
-        """``call()``, which the store may keep for ever: who serves it, or holds its lock, may have been stopped."""
+        """``call()`` with a deadline: the process that serves the store, or holds its lock, may be stopped."""
         try:
             return self._abort.run("connect", call, self._timeout_seconds + _GRACE_SECONDS)
         except RuntimeError as error:
-            raise PeerLost([], "connect", f"the meeting place is gone: {str(error).splitlines()[0]}") from error
+            raise PeerLost([], "connect", f"the store has failed: {str(error).splitlines()[0]}") from error

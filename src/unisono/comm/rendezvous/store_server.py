@@ -1,4 +1,4 @@
-"""Where others can meet a worker: a place of all workers of a host, or a door that it opens itself."""
+"""A rendezvous store that a worker offers: a directory of its host, or a store that it serves itself."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from unisono.errors import InvalidInput
 
 
 class RendezvousStore:
-    """A meeting place, as long as it is open.
+    """A store for rendezvous, until it is closed.
 
     Attributes:
-        url: see `unisono.comm.rendezvous.address`; `for_attempt` makes it that of one of many meetings.
+        url: see `unisono.comm.rendezvous.address`; `for_attempt` adds the number of a rendezvous.
     """
 
     def __init__(self, url: str, server: StoreServer | None = None) -> None:
         self.url, self._server = url, server
 
     def close(self) -> None:
-        """Nobody can meet here any more, if it was this worker who served. May be called twice."""
+        """End the store if this worker serves it. May be called twice."""
         if self._server is not None:
             self._server.close()
 
 
-def open_store(meets_at: str, towards: str, token: str) -> RendezvousStore:
-    """The place `meets_at`, or, where that is empty, one that this worker serves to whoever knows `token`, on a free
-    port of the address by which `towards` is reached, and on no other.
+def open_store(url: str, towards: str, token: str) -> RendezvousStore:
+    """The store at the URL `url`; if that is empty, a store that this worker serves.
+
+    It is served to processes that know `token`, on a free port of the address by which this host reaches the URL
+    `towards`, and on no other address.
 
     Raises:
-        InvalidInput: `meets_at` is no place, or `towards` no URL with a host.
+        InvalidInput: `url` is not the URL of a rendezvous, or `towards` has no host.
     """
-    if meets_at:
-        parse_rendezvous(meets_at)
-        return RendezvousStore(meets_at)
+    if url:
+        parse_rendezvous(url)
+        return RendezvousStore(url)
     parts = urlsplit(towards)
     if not parts.hostname:
         raise InvalidInput("towards", towards, "has no host", "write http://host:port")

@@ -1,7 +1,7 @@
-"""A store that only processes with the run's token can reach, for a rendezvous of several hosts.
+"""A store that only processes with the run's token can use, for a rendezvous of several hosts.
 
 It is an actor: a connection is accepted after the handshake of `unisono.comm.actors.handshake`, and every message is
-encrypted and authenticated. So the memory and descriptors of its process do not grow by what other processes send.
+encrypted and authenticated. So other processes cannot take memory or descriptors of the process that serves it.
 """
 
 from __future__ import annotations
@@ -22,84 +22,80 @@ from unisono.comm.actors.server import ActorServer
 from unisono.comm.rendezvous.store_exchange import await_keys
 
 _LARGEST_BYTES = 1 << 20
-_NUMBER_BITS = 62  # of a client: two of them have the same number once in 10^9 runs of 10^5 workers
+_NUMBER_BITS = 62  # of a client's number: two clients share one once in 10^9 runs of 10^5 workers
 
 
 class StoreServer:
-    """Serves the keys of one store to all who know `token`, on a free port of `address` and no other.
-
-    Attributes:
-        port: that port.
-    """
+    """Serves one store to processes that know `token`, on a free `port` of `address` and of no other address."""
 
     def __init__(self, address: str, token: str) -> None:
-        self._desk = ActorServer(_Keys(), 0, lambda sender, nbytes: None)
-        self._desk.connected([])
-        door = listen(address)
-        self.port: int = door.getsockname()[1]
-        self._reception = ActorListener([door], _key(token), 0, _LARGEST_BYTES, self._desk.welcome, encrypted=True)
+        self._server = ActorServer(_Keys(), 0, lambda sender, nbytes: None)
+        self._server.connected([])
+        sock = listen(address)
+        self.port: int = sock.getsockname()[1]
+        self._listener = ActorListener([sock], _key(token), 0, _LARGEST_BYTES, self._server.accept, encrypted=True)
 
     def close(self) -> None:
-        """Nobody is served any more. May be called twice."""
-        self._reception.close()
-        self._desk.close()
+        """End all connections. May be called twice."""
+        self._listener.close()
+        self._server.close()
 
 
 class TokenStore(c10d.Store):
-    """The store that a `StoreServer` serves at `address` and `port`, for as long as something refers to this.
+    """The store that a `StoreServer` serves at `address` and `port`; garbage collection ends the connection.
 
     Args:
         timeout_seconds: how long `get` and `wait` wait for a key, and every call for an answer.
         abort: ends that waiting.
 
     Raises:
-        PeerLost: nobody who knows the token serves there.
+        PeerLost: no process that knows the token serves the store.
     """
 
     def __init__(self, address: str, port: int, token: str, timeout_seconds: float, abort: Abort) -> None:
         super().__init__()
         self._timeout_seconds, self._abort = timeout_seconds, abort
-        place = ActorAddress(0, f"the store at {address}:{port}", 0, address, port, 0)
+        server = ActorAddress(0, f"the store at {address}:{port}", 0, address, port, 0)
         number = secrets.randbits(_NUMBER_BITS)
-        self._line = connect_actor(place, _key(token), number, timeout_seconds, abort=abort)
-        forget = abort.add_callback(_breaking(self._line, abort))
-        weakref.finalize(self, _end, forget, self._line)
+        self._connection = connect_actor(server, _key(token), number, timeout_seconds, abort=abort)
+        forget = abort.add_callback(_aborter(self._connection, abort))
+        weakref.finalize(self, _close, forget, self._connection)
 
     def set(self, key: str, value: Any) -> None:
-        """As torch's. Raises `PeerLost` where the server is gone."""
-        said = value.encode() if isinstance(value, str) else bytes(value)
-        self._asked(ActorMessage("set", {"key": key, "value": said.hex()}))
+        """As torch's. Raises `PeerLost` if the server has ended."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._call(ActorMessage("set", {"key": key, "value": data.hex()}))
 
     def get(self, key: str) -> bytes:
-        """As torch's. Raises `PeerLost` where no value comes before the deadline, or the server is gone."""
+        """As torch's. Raises `PeerLost` if there is no value by the deadline, or the server has ended."""
         self.wait([key])
-        return bytes.fromhex(self._asked(ActorMessage("get", {"key": key}))["value"])
+        return bytes.fromhex(self._call(ActorMessage("get", {"key": key}))["value"])
 
     def check(self, keys: list[str]) -> bool:
-        """As torch's. Raises `PeerLost` where the server is gone."""
-        return bool(self._asked(ActorMessage("check", {"keys": keys}))["found"])
+        """As torch's. Raises `PeerLost` if the server has ended."""
+        return bool(self._call(ActorMessage("check", {"keys": keys}))["found"])
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """As torch's, but that the deadline is this store's own."""
+        """As torch's, with the deadline of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
-    def _asked(self, message: ActorMessage) -> dict[str, Any]:
-        return dict(self._line.call(message).wait().fields)
+    def _call(self, message: ActorMessage) -> dict[str, Any]:
+        return dict(self._connection.call(message).wait().fields)
 
 
 class _Keys:
-    """The actor."""
+    """The actor: keys and values in a dictionary."""
 
     largest_bytes = _LARGEST_BYTES
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
-    def connected(self, lines: Sequence[ActorConnection]) -> None:
-        """There is one."""
+    def connected(self, peers: Sequence[ActorConnection]) -> None:
+        """A store has no peers."""
 
     def lost(self, sender: int) -> None:
-        """What it has written stays."""
+        """Keep what `sender` has written."""
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         fields = message.fields
@@ -116,14 +112,14 @@ class _Keys:
 
 
 def _key(token: str) -> bytes:
-    """The handshake's: it is not that of the run's other actors."""
+    """The token of the handshake, which differs from that of the run's other actors."""
     return hmac.digest(token.encode(), b"unisono rendezvous", "sha256")
 
 
-def _breaking(line: SocketConnection, abort: Abort) -> Any:
-    return lambda: line.break_off(abort.reason)
+def _aborter(connection: SocketConnection, abort: Abort) -> Any:
+    return lambda: connection.abort(abort.reason)
 
 
-def _end(forget: Any, line: SocketConnection) -> None:
+def _close(forget: Any, connection: SocketConnection) -> None:
     forget()
-    line.close()
+    connection.close()

@@ -1,1 +1,1 @@
-"""Communication between the ranks of one host through shared memory."""
+"""Communication between the ranks of one host, through shared memory."""

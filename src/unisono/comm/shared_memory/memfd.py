@@ -1,7 +1,7 @@
-"""Memory without a name that processes of one host share.
+"""Anonymous memory that processes of one host share.
 
-Worker 0 makes a memory file and tells its process number and the file's number there; the others open it
-through ``/proc``. The file is gone when the last process that maps it is gone, even if all are killed.
+Worker 0 creates a memory file and publishes its process number and the descriptor; the others open the file through
+``/proc``. The kernel frees it when the last process that maps it has exited, even if all are killed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PAGE_BYTES = 4096
 
 
 class MemoryUnavailable(OSError):
-    """Memory cannot be shared here; the text says why."""
+    """Memory cannot be shared on this host; the text has the reason."""
 
 
 def check_platform() -> None:
-    """Raises `MemoryUnavailable` where shared flags are not safe or memory files do not exist."""
+    """Raises `MemoryUnavailable` if shared flags are not safe on this platform, or it has no memory files."""
     if sys.platform != "linux":
         raise MemoryUnavailable(f"{sys.platform} has no memory files")
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -35,8 +35,7 @@ def pages(nbytes: int) -> int:
 
 
 def create(nbytes: int) -> int:
-    """A memory file of `nbytes` zeros, really taken: too little memory is an `OSError` now, not a SIGBUS
-    later."""
+    """Create a memory file of `nbytes` zeros. Allocates them: too little memory raises `OSError`, not SIGBUS later."""
     fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -47,8 +46,7 @@ def create(nbytes: int) -> int:
 
 
 def open_of(pid: int, number: int, nbytes: int) -> Tensor:
-    """The bytes of file `number` of process `pid`, mapped. Raises `OSError` where that is not what it should
-    be."""
+    """Map the file with descriptor `number` of process `pid`. Raises `OSError` unless it is a file of `nbytes`."""
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

@@ -1,4 +1,4 @@
-"""Whether the other workers of this host still live."""
+"""Detects when processes of the other workers of this host exit."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import select
 import threading
 from collections.abc import Mapping
 
+from unisono.system.process import has_exited
+
 
 class PeerProcesses:
-    """Watches processes of this host by rank; a zombie counts as dead.
+    """Watches processes of this host, by rank; a zombie counts as exited.
 
-    Where the kernel has them, process descriptors are used: they cannot be confused by a number that was
-    given to another process. Elsewhere, and for a process that cannot be opened, its number and state are
-    looked up.
+    It uses process descriptors where the kernel has them, which stay valid when a process number is reused. Elsewhere,
+    and for processes that cannot be opened, it checks the number and the state.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
         self._pids: dict[int, int] = {}
-        self._dead: set[int] = set()
-        self._lock = threading.Lock()  # lanes may be used by threads of their own
+        self._exited: set[int] = set()
+        self._lock = threading.Lock()  # channels may be used by different threads
         for rank, pid in pids.items():
             self._watch(rank, pid)
 
     def lost(self) -> frozenset[int]:
-        """The ranks whose process is gone, now and from now on."""
+        """The ranks whose process has exited."""
         with self._lock:
             for fd, _ in self._poll.poll(0) if self._ranks else ():
-                self._dead.add(self._ranks[fd])
+                self._exited.add(self._ranks[fd])
                 self._poll.unregister(fd)
-            self._dead.update(rank for rank, pid in self._pids.items() if not _alive(pid))
-            return frozenset(self._dead)
+            self._exited.update(rank for rank, pid in self._pids.items() if has_exited(pid))
+            return frozenset(self._exited)
 
     def close(self) -> None:
         with self._lock:
@@ -44,23 +45,9 @@ class PeerProcesses:
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._dead.add(rank)
+            self._exited.add(rank)
         except (AttributeError, OSError):
             self._pids[rank] = pid
         else:
             self._ranks[fd] = rank
             self._poll.register(fd, select.POLLIN)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is there, and another user's
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except FileNotFoundError:
-        return not os.path.exists("/proc/self/stat")

@@ -1,7 +1,7 @@
-"""Actors on the made-up clock: what they are sent arrives when the links have carried it; they take no time.
+"""Actors on the virtual clock: messages arrive after the time that the links take; actors themselves take no time.
 
-An actor of `host` shares the link of its worker. One of `serve` has a virtual host with a link of its own. Both
-have random numbers of their own, so that what they draw does not depend on whose turn it is.
+An actor of `host` shares the link of its worker. An actor of `serve` has a virtual host with a link of its own. Each
+actor has random generators of its own, so that its numbers do not depend on the worker that runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from unisono.comm.actor import Actor, ActorConnection, ActorMessage
-from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors import wire_format
 from unisono.comm.actors.server import largest_bytes_of
 from unisono.comm.simulated.host import SimulatedHost, carry
 from unisono.comm.simulated.virtual_clock import VirtualScheduler
@@ -32,50 +32,48 @@ class SimulatedContext(Clock, Protocol):
     bytes_sent: list[int]
 
     def enter(self, work: VirtualWork) -> None:
-        """Worker ``work.rank`` starts `work` now."""
+        """Register that worker ``work.rank`` starts `work` now."""
 
     def is_lost(self, rank: int) -> bool:
-        """Whether even what worker `rank` has sent is lost."""
+        """Whether worker `rank` is lost, and with it what it has sent."""
 
 
 class SimulatedService:
-    """The actors that one `host` or `serve` has made; actor *i* stands and falls with worker ``i % size``."""
+    """The actors of one `host` or `serve`; actor *i* ends with worker ``i % size``."""
 
     def __init__(self, world: SimulatedContext, count: int, size: int, name: str, served: bool) -> None:
         self.world, self.size, self.name, self.served = world, size, name, served
         self.actors: list[VirtualActor | None] = [None] * count
 
-    def add(self, number: int, make: Callable[[], Actor], station: SimulatedHost) -> None:
-        """Actor `number` is there; the last one makes all of them meet."""
-        self.actors[number] = VirtualActor(self, number, make, station)
+    def add(self, number: int, make: Callable[[], Actor], host: SimulatedHost) -> None:
+        """Add actor `number`; the last one connects all of them with each other."""
+        self.actors[number] = VirtualActor(self, number, make, host)
         if all(self.actors):
-            for each in self.present():
-                each.connected(self.lines(-1 - each.number, each.station))
+            for each in self.added():
+                each.connected(self.connections(-1 - each.number, each.host))
 
-    def present(self) -> list[VirtualActor]:
-        """All actors so far."""
+    def added(self) -> list[VirtualActor]:
+        """The actors added so far."""
         return [actor for actor in self.actors if actor]
 
-    def lines(self, sender: int, station: SimulatedHost) -> list[ActorConnection]:
-        """Lines of `sender`, who is at `station`, to all actors."""
-        return [VirtualConnection(actor, sender, station) for actor in self.present()]
+    def connections(self, sender: int, host: SimulatedHost) -> list[ActorConnection]:
+        """Connections of `sender` at `host` to all actors."""
+        return [VirtualConnection(actor, sender, host) for actor in self.added()]
 
-    def worker_gone(self, rank: int, detail: str) -> None:
-        """Worker `rank` says nothing more, and takes along the actors that it hosts or has started."""
-        for actor in self.present():
+    def worker_ended(self, rank: int, detail: str) -> None:
+        """Worker `rank` sends nothing more, and ends with the actors that it hosts or has started."""
+        for actor in self.added():
             if actor.number % self.size == rank:
-                actor.end(f"worker {rank} is gone: {detail}")
-        for actor in self.present():
-            actor.sender_gone(rank, self.world.hosts[rank])
+                actor.end(f"worker {rank} has ended: {detail}")
+        for actor in self.added():
+            actor.sender_lost(rank, self.world.hosts[rank])
 
 
 class VirtualActor:
-    """An actor at its virtual host."""
+    """An actor on its virtual host."""
 
-    def __init__(
-        self, service: SimulatedService, number: int, make: Callable[[], Actor], station: SimulatedHost
-    ) -> None:
-        self.service, self.number, self.station, self.world = service, number, station, service.world
+    def __init__(self, service: SimulatedService, number: int, make: Callable[[], Actor], host: SimulatedHost) -> None:
+        self.service, self.number, self.host, self.world = service, number, host, service.world
         self.name = f"{service.name} {number}"
         self.rank = number % service.size
         self.ended = ""
@@ -83,68 +81,70 @@ class VirtualActor:
         with self.world.scheduler.drawing_from(self._random):
             self._actor = make()
         self.largest_bytes = largest_bytes_of(self._actor)
-        self._broken: dict[int, str] = {}
+        self._disconnected: dict[int, str] = {}
         self._calls: list[VirtualCall] = []
-        self._heard: dict[int, VirtualCall] = {}
-        self.read: dict[int, ActorMessage] = {}  # by sender: the answer that it has waited for last
+        self._last_call: dict[int, VirtualCall] = {}
+        self.last_answers: dict[int, ActorMessage] = {}  # by sender: the answer that it waited for last
 
-    def connected(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, connections: Sequence[ActorConnection]) -> None:
         """As `Actor.connected`."""
-        self.run(lambda actor: actor.connected(lines))
+        self.run(lambda actor: actor.connected(connections))
 
     def run(self, step: Callable[[Actor], None]) -> None:
-        """``step(actor)``, with the actor's own random numbers."""
+        """Call ``step(actor)`` with the actor's own random generators."""
         with self.world.scheduler.drawing_from(self._random):
             step(self._actor)
 
-    def broken(self, sender: int) -> str:
-        """Why `sender` gets no answer any more; empty: it does."""
-        return self.ended or self._broken.get(sender, "")
+    def failure_of(self, sender: int) -> str:
+        """Why `sender` gets no answers any more; empty: it does get them."""
+        return self.ended or self._disconnected.get(sender, "")
 
     def send(self, call: VirtualCall) -> None:
-        """What is ready to leave now arrives later."""
-        self._calls = [each for each in self._calls if not each.is_over]
+        """Send the message of `call`, which arrives later."""
+        self._calls = [each for each in self._calls if not each.is_finished]
         self._calls.append(call)
-        arrives = carry(call.station, self.station, call.nbytes, self.world.scheduler.now)
+        arrives = carry(call.host, self.host, call.nbytes, self.world.scheduler.now)
         self.world.scheduler.at(arrives, lambda: self._receive(call))
 
     def end(self, detail: str) -> None:
-        """The actor is gone: who waits for it, or comes later, sees so."""
+        """End the actor: all its calls, now and later, fail."""
         if self.ended:
             return
         self.ended = f"{self.name}: {detail}"
         for call in self._calls:
             call.fail(self.ended)
-        for other in self.service.present():
+        for other in self.service.added():
             if other is not self:
-                other.sender_gone(-1 - self.number, self.station)
+                other.sender_lost(-1 - self.number, self.host)
 
-    def sender_gone(self, sender: int, station: SimulatedHost) -> None:
-        """After what is on its way has arrived, the actor loses `sender`."""
-        arrives = carry(station, self.station, 0, self.world.scheduler.now)
-        self.world.scheduler.at(arrives, lambda: self._break(sender, "the sender is gone"))
+    def sender_lost(self, sender: int, host: SimulatedHost) -> None:
+        """Have the actor lose `sender`, once messages in flight have arrived."""
+        arrives = carry(host, self.host, 0, self.world.scheduler.now)
+        self.world.scheduler.at(arrives, lambda: self._disconnect(sender, "the sender is lost"))
 
     def _receive(self, call: VirtualCall) -> None:
-        if self.broken(call.sender) or call.lost_on_its_way:
-            call.fail(self.broken(call.sender) or "its sender is gone")
+        if self.failure_of(call.sender) or call.sender_is_lost:
+            call.fail(self.failure_of(call.sender) or "its sender is lost")
             return
         if call.payload_bytes > self.largest_bytes:
-            self._break(call.sender, f"{self.name} takes at most {self.largest_bytes} bytes, not {call.payload_bytes}")
+            self._disconnect(
+                call.sender, f"{self.name} takes at most {self.largest_bytes} bytes, not {call.payload_bytes}"
+            )
             return
-        heard = self._heard.get(call.sender)
-        if heard is not None and heard.is_over:
-            _spoil(heard.message)
-        self._heard[call.sender] = call
+        previous = self._last_call.get(call.sender)
+        if previous is not None and previous.is_finished:
+            _overwrite(previous.message)
+        self._last_call[call.sender] = call
         try:
             self.run(lambda actor: actor.receive(call.sender, call.message, call.answer))
         except Exception as error:
             LOG.exception("%s failed at a %r", self.name, call.message.kind)
-            self._break(call.sender, f"{self.name} failed with {type(error).__name__}: {error}")
+            self._disconnect(call.sender, f"{self.name} failed with {type(error).__name__}: {error}")
 
-    def _break(self, sender: int, detail: str) -> None:
-        if self.broken(sender):
+    def _disconnect(self, sender: int, detail: str) -> None:
+        if self.failure_of(sender):
             return
-        self._broken[sender] = detail
+        self._disconnected[sender] = detail
         for call in self._calls:
             if call.sender == sender:
                 call.fail(detail)
@@ -155,72 +155,74 @@ class VirtualActor:
 
 
 class VirtualCall(VirtualWork):
-    """A message under way to an actor, or its answer back; the `Work` of a worker that has called."""
+    """A message in flight to an actor, or its answer; the `Work` of a worker's call."""
 
     def __init__(
         self,
-        to: VirtualActor,
+        actor: VirtualActor,
         sender: int,
-        station: SimulatedHost,
+        host: SimulatedHost,
         message: ActorMessage,
         then: Callable[[ActorMessage | None], None] | None,
     ) -> None:
-        super().__init__(to.world, sender)
-        self.to, self.sender, self.station, self.then = to, sender, station, then
-        self.nbytes = frames.nbytes(frames.encode(message))
+        super().__init__(actor.world, sender)
+        self.actor, self.sender, self.host, self.then = actor, sender, host, then
+        self.nbytes = wire_format.nbytes(wire_format.encode(message))
         self.message = _copy(message)
         self.payload_bytes = sum(x.nbytes for x in self.message.tensors)
         self.verb = message.kind
-        self._world = to.world
+        self._world = actor.world
         self._answer: ActorMessage | None = None
         self._waited_for = False
 
     @property
-    def named(self) -> str:
-        return f"{self.verb!r} to {self.to.name}"
+    def description(self) -> str:
+        return f"{self.verb!r} to {self.actor.name}"
 
     @property
-    def is_over(self) -> bool:
-        """Answered, or never will be."""
+    def is_finished(self) -> bool:
+        """Whether it is answered, or never will be."""
         return self._answer is not None or self.settled
 
     @property
-    def lost_on_its_way(self) -> bool:
-        """Its sender was lost before it arrived."""
+    def sender_is_lost(self) -> bool:
+        """Whether its sender was lost before the message arrived."""
         return self.sender >= 0 and self._world.is_lost(self.sender)
 
     def overdue(self, timeout_seconds: float) -> PeerLost:
-        return PeerLost([self.to.rank], self.verb, f"{self.to.name} was silent for {timeout_seconds:g} s")
+        return PeerLost(
+            [self.actor.rank], self.verb, f"{self.actor.name}: no answer within the deadline of {timeout_seconds:g} s"
+        )
 
     def wait(self) -> ActorMessage:
-        """As the contract; moves the clock to when the answer is there."""
-        self.until_over()
+        """As the contract; moves the clock to the arrival of the answer."""
+        self.wait_until_finished()
         assert self._answer is not None
         if not self._waited_for:
             self._waited_for = True
-            if self.sender in self.to.read:
-                _spoil(self.to.read[self.sender])
-            self.to.read[self.sender] = self._answer
+            if self.sender in self.actor.last_answers:
+                _overwrite(self.actor.last_answers[self.sender])
+            self.actor.last_answers[self.sender] = self._answer
         return self._answer
 
     def answer(self, message: ActorMessage) -> None:
-        """What the actor is given to answer with."""
+        """Send `message` as the answer."""
         if self._answer is not None:
-            raise RuntimeError(f"{self.to.name} answered a {self.verb!r} twice")
-        if self.is_over:
+            raise RuntimeError(f"{self.actor.name} answered a {self.verb!r} twice")
+        if self.is_finished:
             return
         self._answer = _copy(message)
-        nbytes = frames.nbytes(frames.encode(message))
-        arrives = carry(self.to.station, self.station, nbytes, self._world.scheduler.now)
-        count(self._world, self.to.station, self.station, nbytes)
+        nbytes = wire_format.nbytes(wire_format.encode(message))
+        arrives = carry(self.actor.host, self.host, nbytes, self._world.scheduler.now)
+        count(self._world, self.actor.host, self.host, nbytes)
         self._settle(arrives)
 
     def fail(self, detail: str) -> None:
-        """There will be no answer."""
-        if not self.is_over:
-            self.error = PeerLost([self.to.rank], self.verb, detail)
-            latency = max(self.to.station.link.latency_seconds, self.station.link.latency_seconds)
-            self._settle(self._world.scheduler.now + (0 if self.to.station is self.station else latency))
+        """Fail the call."""
+        if not self.is_finished:
+            self.error = PeerLost([self.actor.rank], self.verb, detail)
+            latency = max(self.actor.host.link.latency_seconds, self.host.link.latency_seconds)
+            self._settle(self._world.scheduler.now + (0 if self.actor.host is self.host else latency))
 
     def _settle(self, time: float) -> None:
         self.finish = time
@@ -230,7 +232,7 @@ class VirtualCall(VirtualWork):
             self._world.scheduler.at(time, self._call_back)
 
     def _call_back(self) -> None:
-        own = self.to.service.actors[-1 - self.sender]
+        own = self.actor.service.actors[-1 - self.sender]
         assert own is not None
         assert self.then is not None
         then = self.then
@@ -238,54 +240,54 @@ class VirtualCall(VirtualWork):
             try:
                 own.run(lambda actor: then(self._answer))
             except Exception:
-                LOG.exception("%s failed at an answer of %s", own.name, self.to.name)
+                LOG.exception("%s failed at an answer of %s", own.name, self.actor.name)
 
 
 class VirtualConnection:
-    """The `ActorConnection` of `sender`, who is at `station`."""
+    """The `ActorConnection` of `sender` at `host`."""
 
     pid = None
 
-    def __init__(self, to: VirtualActor, sender: int, station: SimulatedHost) -> None:
-        self._to, self._sender, self._station = to, sender, station
+    def __init__(self, actor: VirtualActor, sender: int, host: SimulatedHost) -> None:
+        self._actor, self._sender, self._host = actor, sender, host
         self._closed = False
 
     def call(self, message: ActorMessage) -> VirtualCall:
-        call = VirtualCall(self._to, self._sender, self._station, message, None)
-        self._to.world.enter(call)
+        call = VirtualCall(self._actor, self._sender, self._host, message, None)
+        self._actor.world.enter(call)
         self._send(call)
         return call
 
     def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
-        self._send(VirtualCall(self._to, self._sender, self._station, message, then))
+        self._send(VirtualCall(self._actor, self._sender, self._host, message, then))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._to.sender_gone(self._sender, self._station)
+            self._actor.sender_lost(self._sender, self._host)
 
     def _send(self, call: VirtualCall) -> None:
-        broken = self._to.broken(self._sender)
-        if self._closed or broken:
-            call.fail(broken or "this end was closed")
+        failure_of = self._actor.failure_of(self._sender)
+        if self._closed or failure_of:
+            call.fail(failure_of or "this end was closed")
             return
-        count(self._to.world, self._station, self._to.station, call.nbytes)
-        self._to.send(call)
+        count(self._actor.world, self._host, self._actor.host, call.nbytes)
+        self._actor.send(call)
 
 
 def count(world: SimulatedContext, sender: SimulatedHost, receiver: SimulatedHost, nbytes: int) -> None:
-    """What has left a worker, be it said by itself or by the actor that it hosts."""
+    """Count bytes that a worker sends, by itself or by the actor that it hosts."""
     if sender is not receiver and sender.rank >= 0:
         world.bytes_sent[sender.rank] += nbytes
 
 
 def _copy(message: ActorMessage) -> ActorMessage:
-    """As after a journey: flat, in other memory, and fields as JSON has them."""
+    """A copy as a transport delivers it: tensors flat and in other memory, fields as JSON represents them."""
     tensors = [x.detach().reshape(-1).clone() for x in message.tensors]
-    return ActorMessage(*frames.parse_text(frames.text_of(message)), tensors)
+    return ActorMessage(*wire_format.parse_text(wire_format.text_of(message)), tensors)
 
 
-def _spoil(message: ActorMessage) -> None:
-    """Noise where a transport would use its memory again, so that nobody relies on what is not promised."""
+def _overwrite(message: ActorMessage) -> None:
+    """Overwrite memory that a transport would reuse, so that no caller relies on its content."""
     for x in message.tensors:
         x.fill_(math.nan if x.is_floating_point() else x.dtype == torch.bool or torch.iinfo(x.dtype).max)

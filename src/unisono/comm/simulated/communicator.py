@@ -1,7 +1,7 @@
-"""The simulated communicator: virtual workers in one process, on a made-up clock, repeatable to the bit.
+"""The simulated communicator: virtual workers in one process, on a virtual clock, reproducible to the bit.
 
-It is the test double of the real communicators and the engine of forecasts, in one thing. Payloads really
-travel, links cost what `unisono.comm.link_model` says, and `SimulatedWorld.lose` takes a worker away at any point.
+It is both the test double of the real communicators and the engine of estimates. Payloads are really exchanged, times
+follow `unisono.comm.link_model`, and `SimulatedWorld.lose` makes a worker lost at any point.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from unisono.comm import link_model as costs
+from unisono.comm import header_record as record
+from unisono.comm import link_model
 from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.process import load
 from unisono.comm.communicator import Header
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class Lost(BaseException):
-    """Raised inside a virtual worker that is lost, at its next verb; ``except Exception`` lets it pass."""
+    """Raised in a virtual worker that is lost, at its next operation; ``except Exception`` does not catch it."""
 
 
 def simulate(
@@ -41,18 +42,18 @@ def simulate(
     seed: int = 0,
     timeout_seconds: float = 300.0,
 ) -> list[T]:
-    """Run ``function(comm, *arguments)`` once per virtual worker; the results in the order of ranks.
+    """Run ``function(comm, *arguments)`` once per virtual worker; returns the results in the order of ranks.
 
     Args:
-        size: number of virtual workers, each a thread, of which one runs at a time.
-        function: what a worker does; `comm` is its `Simulated` communicator.
-        link: of all workers, or one each.
+        size: the number of virtual workers, each a thread, of which one runs at a time.
+        function: the worker; `comm` is its `Simulated` communicator.
+        link: of all workers, or one for each.
         seed: of each worker's random generators (torch's default one and Python's), together with its rank.
-        timeout_seconds: how long, on the made-up clock, a silent peer is waited for.
+        timeout_seconds: how long to wait for a peer, on the virtual clock.
 
     Raises:
-        BaseException: the first failure of a worker by virtual time, as it is. (A worker that fails counts as
-            lost: the others see `PeerLost`.) See `outcomes` for all of them.
+        BaseException: the first error of a worker by virtual time, unchanged. A worker with an error counts as lost:
+            the others see `PeerLost`. `outcomes` returns all errors.
     """
     world = SimulatedWorld(size, link, timeout_seconds)
     results = world.run(function, arguments, seed)
@@ -69,12 +70,12 @@ def outcomes(
     seed: int = 0,
     timeout_seconds: float = 300.0,
 ) -> list[T | BaseException]:
-    """As `simulate`, but a worker that fails has its exception in place of its result."""
+    """As `simulate`, but returns the exception of a worker in place of its result."""
     return SimulatedWorld(size, link, timeout_seconds).run(function, arguments, seed)
 
 
 class SimulatedWorld:
-    """All virtual workers and what is under way between them; serves one run."""
+    """All virtual workers of one run, and their messages in flight."""
 
     def __init__(self, size: int, link: Link | Sequence[Link], timeout_seconds: float) -> None:
         self.size, self.timeout_seconds = size, timeout_seconds
@@ -84,19 +85,19 @@ class SimulatedWorld:
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
         self.hosts = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
-        self._services: dict[tuple[_Lane, int], SimulatedService] = {}
-        self._gone: dict[int, str] = {}  # starts nothing more, and why
-        self._lost: set[int] = set()  # those of them whose messages under way are lost too
-        self._messages: dict[tuple[_Lane, int], _Collective] = {}
-        self._under_way: list[list[VirtualWork]] = [[] for _ in range(size)]
+        self._services: dict[tuple[_Path, int], SimulatedService] = {}
+        self._left: dict[int, str] = {}  # the reason why a worker starts nothing more
+        self._lost: set[int] = set()  # those of them whose messages in flight are lost too
+        self._messages: dict[tuple[_Path, int], _Collective] = {}
+        self._in_flight: list[list[VirtualWork]] = [[] for _ in range(size)]
         self._waits: dict[int, Sequence[VirtualWork]] = {}
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
-        """What `outcomes` promises; `failures` are the exceptions in the order of virtual time."""
+        """As `outcomes`; sets `failures` to the exceptions in the order of virtual time."""
         self.scheduler = VirtualScheduler(self.size, seed, self._break_deadlock)
         results: list[Any] = [None] * self.size
 
-        def live(rank: int) -> None:
+        def run_worker(rank: int) -> None:
             try:
                 results[rank] = function(Simulated(self, rank), *arguments)
                 self.leave(rank, "it has ended")
@@ -105,70 +106,70 @@ class SimulatedWorld:
                 self.failures.append(error)
                 self.lose(rank, f"it failed with {type(error).__name__}: {error}")
 
-        self.scheduler.run(live)
+        self.scheduler.run(run_worker)
         return results
 
-    def lose(self, rank: int, detail: str = "lost by appointment") -> None:
-        """Worker `rank` is gone from now on: its next verb raises `Lost`, those of the others `PeerLost`."""
+    def lose(self, rank: int, detail: str = "lost by injection") -> None:
+        """Make worker `rank` lost: its next operation raises `Lost`, those of the others `PeerLost`."""
         if rank in self._lost:
             return
-        self._gone[rank] = detail
+        self._left[rank] = detail
         self._lost.add(rank)
         self.scheduler.wake(rank, self.scheduler.now)
-        self._fail_peers(rank, lambda part: True)
+        self._fail_peers_of(rank, lambda part: True)
         self._end_services(rank)
 
     def leave(self, rank: int, detail: str) -> None:
-        """Worker `rank` starts nothing more; what it has started is still delivered."""
-        if rank in self._gone:
+        """Have worker `rank` start nothing more; what it has started is still delivered."""
+        if rank in self._left:
             return
-        self._gone[rank] = detail
-        self._fail_peers(rank, lambda part: rank not in self._messages[part.key])
+        self._left[rank] = detail
+        self._fail_peers_of(rank, lambda part: rank not in self._messages[part.key])
         self._end_services(rank)
 
-    def lose_server(self, number: int, detail: str = "lost by appointment") -> None:
-        """Server `number` of every `Services.serve` so far is gone from now on."""
+    def lose_server(self, number: int, detail: str = "lost by injection") -> None:
+        """End server `number` of every `Services.serve` so far."""
         for service in list(self._services.values()):
             actor = service.actors[number] if service.served and number < len(service.actors) else None
             if actor:
                 actor.end(detail)
 
-    def service(self, path: _Lane, sequence: int, count: int, served: bool) -> SimulatedService:
-        """The `sequence`-th `host` or `serve` of a lane; all workers meet in it."""
+    def service(self, path: _Path, sequence: int, count: int, served: bool) -> SimulatedService:
+        """The service of the `sequence`-th `host` or `serve` of a channel, which all workers share."""
         name = "server" if served else "actor of worker"
         return self._services.setdefault((path, sequence), SimulatedService(self, count, self.size, name, served))
 
     def is_lost(self, rank: int) -> bool:
-        """Whether even what worker `rank` has sent is lost."""
+        """Whether worker `rank` is lost, and with it what it has sent."""
         return rank in self._lost
 
     def now(self, rank: int) -> float:
-        """Seconds on the clock of `rank`."""
+        """Seconds on the clock of worker `rank`."""
         return self.scheduler.clock[rank]
 
     def advance(self, rank: int, seconds: float) -> None:
-        """Move the clock of `rank`; those who are earlier go first."""
+        """Move the clock of worker `rank`; workers with earlier clocks run first."""
         self.check(rank)
         self.scheduler.advance(rank, seconds)
         self.check(rank)
 
     def check(self, rank: int) -> None:
-        """Raises `Lost` where `rank` is lost."""
+        """Raises `Lost` if worker `rank` is lost."""
         if rank in self._lost:
-            raise Lost(f"worker {rank}: {self._gone[rank]}")
+            raise Lost(f"worker {rank}: {self._left[rank]}")
 
     def start(self, part: _PendingVerb[T]) -> _PendingVerb[T]:
-        """Worker ``part.rank`` has come to its message; what is complete with it is delivered."""
+        """Start the operation of worker ``part.rank``, and deliver what is complete with it."""
         self.enter(part)
         self.bytes_sent[part.rank] += part.bytes_out
         message = self._messages.setdefault(part.key, _Collective())
         message[part.rank] = part
-        gone = self._missing(part, message)
+        left = self._missing(part, message)
         message.mismatch = message.mismatch or _difference(part, next(iter(message.values())))
         if message.mismatch:
             self._fail(message.values(), message.mismatch)
-        elif gone:
-            self._fail([part], PeerLost(gone, part.header.verb, self._gone[gone[0]]))
+        elif left:
+            self._fail([part], PeerLost(left, part.header.verb, self._left[left[0]]))
         else:
             self._deliver(part, message)
         if len(message) == self.size and all(each.settled for each in message.values()):
@@ -176,13 +177,13 @@ class SimulatedWorld:
         return part
 
     def enter(self, work: VirtualWork) -> None:
-        """Worker ``work.rank`` starts `work` now."""
+        """Register that worker ``work.rank`` starts `work` now."""
         self.check(work.rank)
         work.start = self.scheduler.now
-        self._under_way[work.rank] = [*self.unfinished(work.rank), work]
+        self._in_flight[work.rank] = [*self.unfinished(work.rank), work]
 
     def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
-        """Until the first of `works` is there, or the deadline of one has passed, which fails it."""
+        """Wait for the first of `works`; a work fails when its deadline has passed."""
         self.check(rank)
         self._waits[rank] = works
         deadline = min(work.start for work in works) + self.timeout_seconds
@@ -197,22 +198,22 @@ class SimulatedWorld:
             if not work.settled and self.scheduler.now >= work.start + self.timeout_seconds:
                 self._fail([work], work.overdue(self.timeout_seconds))
 
-    def silent(self, part: _PendingVerb[Any]) -> list[int]:
-        """Peers that have not come to the message of `part`."""
+    def not_started(self, part: _PendingVerb[Any]) -> list[int]:
+        """The peers that have not started the operation of `part`."""
         return [rank for rank in part.peers if rank not in self._messages[part.key]]
 
     def unfinished(self, rank: int) -> list[VirtualWork]:
-        """What `rank` has started and what lies in its future, or in nobody knows when."""
-        return [work for work in self._under_way[rank] if work.finish > self.scheduler.now]
+        """The works that `rank` has started and whose finish is in its future, or not known."""
+        return [work for work in self._in_flight[rank] if work.finish > self.scheduler.now]
 
     def _missing(self, part: _PendingVerb[Any], message: _Collective) -> list[int]:
-        """Peers that `part` will wait for in vain, who was gone first comes first."""
-        return [r for r in self._gone if r in part.peers and (r in self._lost or r not in message)]
+        """The peers that `part` would wait for in vain, in the order in which they left."""
+        return [r for r in self._left if r in part.peers and (r in self._lost or r not in message)]
 
     def _deliver(self, part: _PendingVerb[Any], message: _Collective) -> None:
-        """Settle what had to wait for `part`: everybody's message as one, or the swaps of its neighbours."""
-        together = part.header.verb != "swap"
-        for member in [part] if together else [message[r] for r in part.peers if r in message]:
+        """Settle what had to wait for `part`: the whole collective, or the swaps of its neighbours."""
+        is_collective = part.header.verb != "swap"
+        for member in [part] if is_collective else [message[r] for r in part.peers if r in message]:
             if member.settled or len(message) < len(member.peers) or any(r not in message for r in member.peers):
                 continue
             peers = [message[r] for r in member.peers]
@@ -220,14 +221,14 @@ class SimulatedWorld:
             if wrong:
                 self._fail(peers, wrong)
                 continue
-            settled = peers if together else [member]
+            settled = peers if is_collective else [member]
             for each in settled:
                 each.result = _RESULT[member.header.verb](each, peers)
             self._settle(settled, peers, self._seconds(member, peers))
 
     def _settle(self, parts: list[_PendingVerb[Any]], peers: list[_PendingVerb[Any]], seconds: float) -> None:
         for peer in peers:
-            if not peer.ready_at:  # else an earlier swap of the same message has asked
+            if not peer.ready_at:  # else an earlier swap of the same message has set it
                 peer.ready_at = max(peer.start, self.hosts[peer.rank].free_at)
         for part in parts:
             part.finish = max(peer.ready_at for peer in peers) + seconds
@@ -239,7 +240,7 @@ class SimulatedWorld:
             return _SECONDS[part.header.verb](self.links, _bytes([part.x]))
         links = {peer.rank: self.links[peer.rank] for peer in peers}
         pairs = {(s.rank, r): _bytes([s.xs[r]]) for s in peers for r in s.xs if r in links}
-        return costs.exchange_seconds(links, pairs)
+        return link_model.exchange_seconds(links, pairs)
 
     def _fail(self, parts: Iterable[VirtualWork], error: CommunicationError) -> None:
         for part in parts:
@@ -247,40 +248,40 @@ class SimulatedWorld:
                 part.error, part.finish = part.error or error, self.scheduler.now
                 self.scheduler.wake(part.rank, part.finish)
 
-    def _fail_peers(self, gone: int, concerns: Callable[[_PendingVerb[Any]], bool]) -> None:
-        detail = self._gone[gone]
+    def _fail_peers_of(self, left: int, concerns: Callable[[_PendingVerb[Any]], bool]) -> None:
+        detail = self._left[left]
         for rank in range(self.size):
-            for part in self.unfinished(rank) if rank != gone else ():
+            for part in self.unfinished(rank) if rank != left else ():
                 if (
                     isinstance(part, _PendingVerb)
-                    and gone in part.peers
-                    and (concerns(part) if not part.settled else gone in self._lost)
+                    and left in part.peers
+                    and (concerns(part) if not part.settled else left in self._lost)
                 ):
-                    self._fail([part], PeerLost([gone], part.header.verb, detail))
+                    self._fail([part], PeerLost([left], part.header.verb, detail))
 
-    def _end_services(self, gone: int) -> None:
+    def _end_services(self, left: int) -> None:
         for service in list(self._services.values()):
-            service.worker_gone(gone, self._gone[gone])
+            service.worker_ended(left, self._left[left])
 
     def _break_deadlock(self) -> None:
-        """Everybody who is left waits for somebody else: say who waits where, to all of them."""
-        where: dict[str, list[str]] = {}
+        """Fail all works when every worker waits for another one; the error says who waits in which message."""
+        waiting: dict[str, list[str]] = {}
         for rank in sorted(self._waits):
             for part in self._waits[rank]:
-                where.setdefault(part.named, []).append(str(rank))
-        says = [
+                waiting.setdefault(part.description, []).append(str(rank))
+        places = [
             f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)} wait{'s' * (len(ranks) == 1)} in {message}"
-            for message, ranks in where.items()
+            for message, ranks in waiting.items()
         ]
-        error = MessageMismatch("nobody can go on: " + "; ".join(says))
+        error = MessageMismatch("deadlock: " + "; ".join(places))
         self._fail([part for parts in list(self._waits.values()) for part in parts], error)
 
 
-_Lane = tuple[tuple[int, str], ...]
+_Path = tuple[tuple[int, str], ...]
 
 
 class _PendingVerb(VirtualWork, Generic[T]):
-    """One worker's part in a message: what it sent, and the `Work` that it was given."""
+    """One worker's part in a collective: its inputs, and the `Work` that it has received."""
 
     result: Callable[[], T]
 
@@ -295,7 +296,7 @@ class _PendingVerb(VirtualWork, Generic[T]):
         to: torch.dtype | None,
     ) -> None:
         super().__init__(comm.world, comm.rank)
-        self._world, self._lane, self.verb = comm.world, comm.path, verb
+        self._world, self._path, self.verb = comm.world, comm.path, verb
         self.x, self.xs, self.like = x.detach(), xs, like
         numel, dtype = (-1, "") if verb in ("exchange", "swap") else (x.numel(), _name(x.dtype))
         self.to = to or self.x.dtype
@@ -306,33 +307,35 @@ class _PendingVerb(VirtualWork, Generic[T]):
         self._value: list[T] = []
 
     @property
-    def named(self) -> str:
-        """The message as an error names it."""
-        return str(self.header) + (f" on lane {'/'.join(name for _, name in self._lane)}" if self._lane else "")
+    def description(self) -> str:
+        """The message for errors."""
+        return str(self.header) + (f" on channel {'/'.join(name for _, name in self._path)}" if self._path else "")
 
     @property
     def bytes_out(self) -> int:
         others = self._world.size - 1
         size = _bytes([self.x])
         return {
-            "sum": costs.sum_bytes(others + 1, size),
+            "sum": link_model.sum_bytes(others + 1, size),
             "gather": others * size,
             "broadcast": others * size if self.header.root == self.rank else 0,
         }.get(self.header.verb, _bytes(x for rank, x in self.xs.items() if rank != self.rank))
 
     def overdue(self, timeout_seconds: float) -> PeerLost:
-        return PeerLost(self._world.silent(self), self.verb, f"silent for {timeout_seconds:g} s")
+        return PeerLost(
+            self._world.not_started(self), self.verb, f"no answer within the deadline of {timeout_seconds:g} s"
+        )
 
     def wait(self) -> T:
         """As the contract; moves the clock to the finish time if that is later."""
-        self.until_over()
+        self.wait_until_finished()
         if not self._value:
             self._value.append(self.result())
         return self._value[0]
 
 
 class _Collective(dict[int, _PendingVerb[Any]]):
-    """All parts of one message that have been started so far, by rank."""
+    """The parts of one collective that have been started so far, by rank."""
 
     mismatch: MessageMismatch | None = None
 
@@ -340,10 +343,10 @@ class _Collective(dict[int, _PendingVerb[Any]]):
 class Simulated:
     """The `Communicator` of one virtual worker; `simulate` makes it."""
 
-    def __init__(self, world: SimulatedWorld, rank: int, path: _Lane = ()) -> None:
+    def __init__(self, world: SimulatedWorld, rank: int, path: _Path = ()) -> None:
         self.world, self.rank, self.size, self.path = world, rank, world.size, path
         self.sequence = 0
-        self._lanes = self._services = 0
+        self._channels = self._services = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -352,72 +355,67 @@ class Simulated:
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """Nobody asks while virtual time stands still."""
+        """Always empty: no other thread runs while a virtual worker waits."""
         return "", ()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _PendingVerb[Tensor]:
-        """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
-        relies on what a backend happens to leave there."""
+        """As the contract. Overwrites `x` with NaN or the largest integer, so that no caller relies on its content."""
         return self._start("sum", x, to=dtype)
 
     def gather(self, x: Tensor) -> _PendingVerb[Tensor]:
         return self._start("gather", x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> _PendingVerb[Tensor]:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root={root}: ranks are 0 to {self.size - 1}")
+        record.check_root(root, self.size)
         return self._start("broadcast", x, root=root)
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> _PendingVerb[list[Tensor]]:
-        if len(xs) != self.size or len(like) != self.size:
-            raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {self.size} workers")
+        record.check_all_ranks(xs, like, self.size)
         return self._start("exchange", xs=dict(enumerate(xs)), like=dict(enumerate(like)))
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> _PendingVerb[dict[int, Tensor]]:
-        strangers = [rank for rank in xs if rank == self.rank or not 0 <= rank < self.size]
-        if strangers or set(xs) != set(like):
-            raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
+        record.check_neighbours(xs, like, self.rank, self.size)
         return self._start("swap", xs=dict(xs), like=dict(like))
 
     def channel(self, name: str) -> Simulated:
-        self._lanes += 1
-        return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
+        self._channels += 1
+        return Simulated(self.world, self.rank, (*self.path, (self._channels, name)))
 
     def hierarchy(self, name: str) -> None:
-        """None: virtual workers have a host each."""
+        """Always None: each virtual worker has a host of its own."""
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; `actor` shares the link of its worker."""
         own = self.world.hosts[self.rank]
         service = self._service(self.size, served=False)
         service.add(self.rank, lambda: actor, own)
-        return self._lines(service)
+        return self._connections(service)
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract; every actor has a link of its own, as good as that of worker 0."""
+        """As the contract; every actor has a link of its own, equal to that of worker 0."""
         if count < 1:
             raise ValueError(f"count={count}: one server or more")
-        made = self._service(count, served=True)
+        actors = self._service(count, served=True)
         for number in range(self.rank, count, self.size):
-            told = json.loads(json.dumps(dict(config)))
-            made.add(number, functools.partial(load, service, number, told), SimulatedHost(self.world.links[0]))
-        return self._lines(made)
+            copied = json.loads(json.dumps(dict(config)))
+            actors.add(number, functools.partial(load, service, number, copied), SimulatedHost(self.world.links[0]))
+        return self._connections(actors)
 
     def now(self) -> float:
         """Virtual seconds."""
         return self.world.now(self.rank)
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long on the virtual clock."""
+        """Compute for `seconds` on the virtual clock."""
         if seconds < 0:
             raise ValueError(f"seconds={seconds!r} is below 0")
         self.world.advance(self.rank, seconds)
 
     def close(self) -> None:
-        """Says goodbye: peers that still need this worker see `PeerLost`. Lanes close with it."""
+        """As the contract: peers that still need this worker see `PeerLost`. Channels close with it."""
         if not self.path:
             self.world.leave(self.rank, "it has closed its communicator")
 
@@ -425,10 +423,10 @@ class Simulated:
         self._services += 1
         return self.world.service(self.path, self._services, count, served)
 
-    def _lines(self, service: SimulatedService) -> list[ActorConnection]:
-        """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
+    def _connections(self, service: SimulatedService) -> list[ActorConnection]:
+        """Collective: connections to all actors, once all of them exist and are connected with each other."""
         self.gather(torch.zeros(1)).wait()
-        return service.lines(self.rank, self.world.hosts[self.rank])
+        return service.connections(self.rank, self.world.hosts[self.rank])
 
     def _start(
         self,
@@ -447,31 +445,31 @@ class Simulated:
 
 
 def _difference(part: _PendingVerb[Any], other: _PendingVerb[Any]) -> MessageMismatch | None:
-    """What is wrong when these two meet in one message, if anything."""
+    """The error if the headers of these two parts of one message differ."""
     if other.header == part.header:
         return None
     first, second = sorted([other, part], key=lambda each: each.rank)
-    return MessageMismatch(f"worker {first.rank}: {first.named}; worker {second.rank}: {second.named}")
+    return MessageMismatch(f"worker {first.rank}: {first.description}; worker {second.rank}: {second.description}")
 
 
 def _wrong_size(peers: Sequence[_PendingVerb[Any]]) -> MessageMismatch | None:
-    """The first pair of an exchange or swap of which one side sends what the other does not expect."""
-    there = {part.rank: part for part in peers}
+    """The error of the first pair of an exchange or swap of which one sends what the other does not expect."""
+    by_rank = {part.rank: part for part in peers}
     for receiver in peers:
-        for rank in (rank for rank in receiver.like if rank in there):
-            sent, due = there[rank].xs.get(receiver.rank), receiver.like[rank]
-            if sent is None or (sent.numel(), sent.dtype) != (due.numel(), due.dtype):
+        for rank in (rank for rank in receiver.like if rank in by_rank):
+            sent, expected = by_rank[rank].xs.get(receiver.rank), receiver.like[rank]
+            if sent is None or (sent.numel(), sent.dtype) != (expected.numel(), expected.dtype):
                 what = "nothing" if sent is None else f"{sent.numel()} x {_name(sent.dtype)}"
                 return MessageMismatch(
-                    f"worker {rank}: {receiver.named} of {what} to worker {receiver.rank}; "
-                    f"worker {receiver.rank}: {receiver.named} of {due.numel()} x {_name(due.dtype)} "
+                    f"worker {rank}: {receiver.description} of {what} to worker {receiver.rank}; "
+                    f"worker {receiver.rank}: {receiver.description} of {expected.numel()} x {_name(expected.dtype)} "
                     f"from worker {rank}"
                 )
     return None
 
 
 def _sum(part: _PendingVerb[Tensor], peers: Sequence[_PendingVerb[Tensor]]) -> Callable[[], Tensor]:
-    if part is peers[0]:  # one sum, shared by all, as in shared memory
+    if part is peers[0]:  # one sum for all ranks, as in shared memory
         total = part.x.reshape(-1).clone()
         for peer in peers[1:]:
             total += peer.x.reshape(-1)
@@ -501,8 +499,8 @@ def _broadcast(part: _PendingVerb[Tensor], peers: Sequence[_PendingVerb[Tensor]]
 
 
 def _received(part: _PendingVerb[Any], peers: Sequence[_PendingVerb[Any]]) -> dict[int, Tensor]:
-    there = {peer.rank: peer for peer in peers}
-    return {r: there[r].xs[part.rank].detach().clone().view(like.shape) for r, like in part.like.items()}
+    by_rank = {peer.rank: peer for peer in peers}
+    return {r: by_rank[r].xs[part.rank].detach().clone().view(like.shape) for r, like in part.like.items()}
 
 
 def _exchange(part: _PendingVerb[list[Tensor]], peers: Sequence[_PendingVerb[Any]]) -> Callable[[], list[Tensor]]:
@@ -523,9 +521,9 @@ _RESULT: dict[str, Callable[[_PendingVerb[Any], Sequence[_PendingVerb[Any]]], Ca
     "swap": _swap,
 }
 _SECONDS: dict[str, Callable[[Sequence[Link], float], float]] = {
-    "sum": costs.sum_seconds,
-    "gather": costs.gather_seconds,
-    "broadcast": costs.broadcast_seconds,
+    "sum": link_model.sum_seconds,
+    "gather": link_model.gather_seconds,
+    "broadcast": link_model.broadcast_seconds,
 }
 
 

@@ -1,4 +1,4 @@
-"""A communicator that loses peers, and is slow, by appointment; wraps any other. Failures are data."""
+"""A communicator that injects losses and delays at given operations, and wraps any other one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from unisono.comm.simulated.communicator import Lost, Simulated
 
 @dataclass(frozen=True)
 class InjectedFailure:
-    """At its `count`-th start of `verb` (from 1, on all lanes together), worker `rank` is lost.
+    """Worker `rank` is lost at its `count`-th start of `verb`, counted from 1 over all channels.
 
     Args:
-        rank: who.
+        rank: the worker to be lost.
         verb: ``sum``, ``gather``, ``broadcast``, ``exchange``, ``swap``, or ``*`` for any.
-        count: which start of it.
+        count: the number of the start.
         how: ``lose`` raises `Lost` in the worker; ``kill`` ends its process by SIGKILL.
     """
 
@@ -43,7 +43,7 @@ class InjectedFailure:
 
 @dataclass(frozen=True)
 class Delay:
-    """Before its `count`-th start of `verb`, worker `rank` is busy for `seconds` on its clock."""
+    """Worker `rank` computes for `seconds` on its clock before its `count`-th start of `verb`."""
 
     rank: int
     verb: str = "sum"
@@ -57,11 +57,11 @@ class Delay:
 
 
 class Faulty:
-    """`comm`, except for what `appointments` say of its rank. Lanes count together with it."""
+    """The communicator `comm`, with those of `faults` that concern its rank. Channels count starts together."""
 
-    def __init__(self, comm: Communicator, appointments: Sequence[InjectedFailure | Delay]) -> None:
+    def __init__(self, comm: Communicator, faults: Sequence[InjectedFailure | Delay]) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._appointments = [each for each in appointments if each.rank == comm.rank]
+        self._faults = [each for each in faults if each.rank == comm.rank]
         self._starts: Counter[str] = Counter()
 
     @property
@@ -76,29 +76,29 @@ class Faulty:
         return self.comm.allocate(numel, dtype)
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
-        self._keep("sum")
+        self._inject("sum")
         return self.comm.sum(x, dtype)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
-        self._keep("gather")
+        self._inject("gather")
         return self.comm.gather(x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
-        self._keep("broadcast")
+        self._inject("broadcast")
         return self.comm.broadcast(x, root)
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
-        self._keep("exchange")
+        self._inject("exchange")
         return self.comm.exchange(xs, like)
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
-        self._keep("swap")
+        self._inject("swap")
         return self.comm.swap(xs, like)
 
     def channel(self, name: str) -> Faulty:
-        lane = Faulty(self.comm.channel(name), self._appointments)
-        lane._starts = self._starts
-        return lane
+        channel = Faulty(self.comm.channel(name), self._faults)
+        channel._starts = self._starts
+        return channel
 
     def hierarchy(self, name: str) -> Hierarchy | None:
         return self.comm.hierarchy(name)
@@ -113,7 +113,7 @@ class Faulty:
         return self.comm.now()
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long on the communicator's clock."""
+        """Compute for `seconds` on the communicator's clock."""
         if isinstance(self.comm, Simulated):
             self.comm.compute(seconds)
         else:
@@ -122,10 +122,10 @@ class Faulty:
     def close(self) -> None:
         self.comm.close()
 
-    def _keep(self, verb: str) -> None:
-        """Keep the appointments for this start of `verb`, delays first."""
+    def _inject(self, verb: str) -> None:
+        """Inject the faults that are due at this start of `verb`, delays first."""
         self._starts.update((verb, "*"))
-        due = [each for each in self._appointments if self._starts[each.verb] == each.count]
+        due = [each for each in self._faults if self._starts[each.verb] == each.count]
         due = [each for each in due if each.verb in (verb, "*")]
         for each in due:
             if isinstance(each, Delay):
@@ -134,12 +134,12 @@ class Faulty:
             if isinstance(each, InjectedFailure):
                 self._end(each)
 
-    def _end(self, appointment: InjectedFailure) -> None:
-        if appointment.how == "kill":
+    def _end(self, failure: InjectedFailure) -> None:
+        if failure.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if isinstance(self.comm, Simulated):
             self.comm.world.lose(self.rank)
-        raise Lost(f"worker {self.rank}: lost by appointment")
+        raise Lost(f"worker {self.rank}: lost by injection")
 
 
 _VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "*")

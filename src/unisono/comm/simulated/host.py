@@ -1,4 +1,4 @@
-"""The end of a link on the made-up clock, and how long a message takes from one such end to another."""
+"""A host on the virtual clock, and the time that a message takes between two hosts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from unisono.comm.link_model import Link
 
 @dataclass
 class SimulatedHost:
-    """A virtual host: its link carries one message at a time in each direction.
+    """A virtual host, whose link carries one message at a time in each direction.
 
-    `rank` is that of the worker that lives there, -1 where a server does.
+    `rank` is that of the worker on this host, or -1 if it has a server.
     """
 
     link: Link
@@ -21,20 +21,20 @@ class SimulatedHost:
 
     @property
     def free_at(self) -> float:
-        """When both directions are free."""
+        """The time at which both directions are free."""
         return max(self.sends_free_at, self.receives_free_at)
 
     def hold_until(self, time: float) -> None:
-        """A collective has both directions until then."""
+        """Occupy both directions until `time`, for a collective."""
         self.sends_free_at = max(self.sends_free_at, time)
         self.receives_free_at = max(self.receives_free_at, time)
 
 
 def carry(sender: SimulatedHost, receiver: SimulatedHost, size_bytes: float, now: float) -> float:
-    """When a message that is ready `now` has arrived. What a host sends to itself is free.
+    """The arrival time of a message that is ready `now`. What a host sends to itself is free.
 
-    Bytes leave as the sender's link has room and come in as the receiver's has, at the same time as far as may
-    be; who waits for the receiver holds up nobody at the sender. The latency holds up no link.
+    Bytes leave when the sender's link is free, and arrive when the receiver's is, as far as possible at the same
+    time. A message that waits for the receiver does not occupy the sender's link. The latency occupies no link.
     """
     if sender is receiver:
         return now

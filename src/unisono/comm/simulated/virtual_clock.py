@@ -1,8 +1,8 @@
-"""Many threads on a made-up clock, of which exactly one runs at a time: a discrete-event simulation.
+"""A discrete-event simulation: threads on a virtual clock, of which exactly one runs at a time.
 
-Each worker has a clock of its own. Whoever runs goes on until its clock moves or it waits; then the worker
-with the least clock goes on, ties by rank. Events therefore happen in the order of virtual time, and a run
-depends on nothing but its inputs. Nothing ever sleeps.
+Each worker has a clock. The running worker continues until its clock moves or it waits. Then the worker with the
+smallest clock runs, and among equal clocks the one with the smallest rank. Events therefore happen in the order of
+virtual time, and a run depends on its inputs only. Nothing sleeps.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 
 class VirtualScheduler:
-    """The clocks of all workers, and whose turn it is.
+    """The clocks of all workers, and the selection of the worker that runs.
 
-    Torch's and Python's process-wide random generators belong to the worker whose turn it is: each finds them
-    as it left them, as if it were a process of its own.
+    torch's and Python's process-wide random generators belong to the running worker: each worker finds them as it
+    left them, as if it had a process of its own.
 
     Args:
-        size: number of workers.
+        size: the number of workers.
         seed: of the workers' random generators, together with the rank.
-        deadlock: called when every worker that is left waits; must `wake` one of them.
+        deadlock: called when all workers that have not finished wait; must `wake` one of them.
     """
 
     def __init__(self, size: int, seed: int, deadlock: Callable[[], None]) -> None:
@@ -39,8 +39,8 @@ class VirtualScheduler:
         self._ready = [(0.0, rank) for rank in range(size)]
         self._timer_at = [math.inf] * size
         self._timers: list[tuple[float, int]] = []
-        self._turn = [threading.Lock() for _ in range(size)]
-        for lock in self._turn:
+        self._may_run = [threading.Lock() for _ in range(size)]
+        for lock in self._may_run:
             lock.acquire()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._events_made = 0
@@ -49,18 +49,20 @@ class VirtualScheduler:
         self._over = threading.Event()
         self._interrupted = False
 
-    def run(self, live: Callable[[int], None]) -> None:
-        """Run ``live(rank)`` for each worker; it must not raise. Returns when all have ended."""
+    def run(self, run_worker: Callable[[int], None]) -> None:
+        """Run ``run_worker(rank)`` for each worker; it must not raise. Returns when all have finished."""
         threads = [
-            threading.Thread(target=self._live, args=(rank, live), name=f"virtual worker {rank}", daemon=True)
+            threading.Thread(
+                target=self._run_worker, args=(rank, run_worker), name=f"virtual worker {rank}", daemon=True
+            )
             for rank in range(len(self.clock))
         ]
         outside, intra_op = _get_random(), torch.get_num_threads()
-        torch.set_num_threads(1)  # else every thread would bring up an OpenMP pool of its own
+        torch.set_num_threads(1)  # else every thread would start an OpenMP pool
         try:
             for thread in threads:
                 thread.start()
-            self._pass_on()
+            self._run_next()
             self._over.wait()
             for thread in threads:
                 thread.join()
@@ -70,12 +72,12 @@ class VirtualScheduler:
             _set_random(outside)
 
     def advance(self, rank: int, seconds: float) -> None:
-        """Move the clock of `rank`, whose turn it is, and let those go first who are earlier now."""
+        """Move the clock of the running worker `rank`; workers with earlier clocks run first."""
         self._schedule(rank, self.clock[rank] + seconds)
         self._yield(rank)
 
     def wait(self, rank: int, at: float, until: float) -> None:
-        """Give the turn away until time `at` (infinity: unknown) or a `wake`, at most until `until`."""
+        """Suspend the running worker `rank` until time `at` (infinity: unknown) or a `wake`, at most until `until`."""
         self.waiting.add(rank)
         self._timer_at[rank] = until
         heapq.heappush(self._timers, (until, rank))
@@ -83,29 +85,29 @@ class VirtualScheduler:
         self._yield(rank)
 
     def wake(self, rank: int, time: float) -> None:
-        """Worker `rank`, if it waits, goes on at `time` or earlier."""
+        """Have worker `rank`, if it waits, continue at `time` or earlier."""
         if rank in self.waiting and time < self._wake_at[rank]:
             self._schedule(rank, time)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
-        """Have ``event()`` called at `time`, before any worker goes on from there; it must not raise.
+        """Have ``event()`` called at `time`, before any worker continues from there; it must not raise.
 
-        Events of the same time happen in the order in which they were made, in the thread of some worker.
+        Events of the same time are called in the order of their scheduling, in the thread of any worker.
         """
         heapq.heappush(self._events, (max(time, self.now), self._events_made, event))
         self._events_made += 1
 
     def own_random(self, name: str) -> Random:
-        """The random generators of something that is no worker, at their beginning."""
+        """New random generators for an object that is not a worker."""
         return Random(*_random_state(self._seed, name))
 
     @contextmanager
     def drawing_from(self, source: Random) -> Iterator[None]:
-        """Within, `source` is drawn from, and nobody else's generators move."""
+        """A context in which random numbers come from `source`, and the workers' generators stay unchanged."""
         outside = _get_random()
         _set_random((source.torch, source.python))
         try:
-            with torch.enable_grad():  # as in a thread of its own
+            with torch.enable_grad():  # the default of a new thread
                 yield
         finally:
             source.torch, source.python = _get_random()
@@ -115,33 +117,33 @@ class VirtualScheduler:
         self._wake_at[rank] = time
         heapq.heappush(self._ready, (time, rank))
 
-    def _live(self, rank: int, live: Callable[[int], None]) -> None:
-        self._turn[rank].acquire()
+    def _run_worker(self, rank: int, run_worker: Callable[[int], None]) -> None:
+        self._may_run[rank].acquire()
         _set_random(self._random[rank])
-        live(rank)
-        self._pass_on()
+        run_worker(rank)
+        self._run_next()
 
     def _yield(self, rank: int) -> None:
-        following = self._pick()
-        if following == rank:
+        next_rank = self._pick()
+        if next_rank == rank:
             return
         self._random[rank] = _get_random()
-        assert following is not None  # at least `rank` itself is alive
-        self._turn[following].release()
-        self._turn[rank].acquire()
+        assert next_rank is not None  # at least `rank` itself has not finished
+        self._may_run[next_rank].release()
+        self._may_run[rank].acquire()
         if self._interrupted:  # by Ctrl-C in the thread that called `run`
             raise SystemExit
         _set_random(self._random[rank])
 
-    def _pass_on(self) -> None:
-        following = self._pick()
-        if following is None:
+    def _run_next(self) -> None:
+        next_rank = self._pick()
+        if next_rank is None:
             self._over.set()
         else:
-            self._turn[following].release()
+            self._may_run[next_rank].release()
 
     def _pick(self) -> int | None:
-        """The worker with the least clock among those that can go on; None when all have ended."""
+        """The worker with the smallest clock of those that can continue; None when all have finished."""
         while True:
             _drop(self._ready, self._wake_at)
             _drop(self._timers, self._timer_at)
@@ -152,11 +154,11 @@ class VirtualScheduler:
                 continue
             queue = min((queue for queue in (self._ready, self._timers) if queue), key=lambda queue: queue[0])
             if not self._events or queue[0][0] < self._events[0][0]:
-                return self._go_on(*heapq.heappop(queue))
+                return self._resume(*heapq.heappop(queue))
             self.now, _, event = heapq.heappop(self._events)
             event()
 
-    def _go_on(self, time: float, rank: int) -> int:
+    def _resume(self, time: float, rank: int) -> int:
         self.now = self.clock[rank] = max(self.clock[rank], time)
         self._wake_at[rank] = self._timer_at[rank] = math.inf
         self.waiting.discard(rank)
@@ -164,7 +166,7 @@ class VirtualScheduler:
 
 
 def _drop(queue: list[tuple[float, int]], valid: list[float]) -> None:
-    """Remove entries from the front that something earlier has overtaken."""
+    """Remove entries from the front that an earlier one has replaced."""
     while queue and valid[queue[0][1]] != queue[0][0]:
         heapq.heappop(queue)
 

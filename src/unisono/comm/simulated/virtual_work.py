@@ -1,4 +1,4 @@
-"""Work on the made-up clock: when it is over is a number, and waiting for it moves the clock there."""
+"""Work on the virtual clock: its finish time is a number, and waiting for it moves the clock there."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from unisono.errors import CommunicationError, PeerLost
 
 
 class Clock(Protocol):
-    """What work has to ask of the world."""
+    """What a work needs of its simulated world."""
 
     def check(self, rank: int) -> None:
-        """Raises `Lost` where `rank` is lost."""
+        """Raises `Lost` if worker `rank` is lost."""
 
     def now(self, rank: int) -> float:
-        """Seconds on the clock of `rank`."""
+        """Seconds on the clock of worker `rank`."""
 
     def expire(self, works: Sequence[VirtualWork]) -> None:
-        """Fail what is beyond its deadline."""
+        """Fail works whose deadline has passed."""
 
     def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
-        """Until the first of `works` is over."""
+        """Wait for the first of `works`."""
 
     def unfinished(self, rank: int) -> Sequence[VirtualWork]:
-        """What `rank` has started and what is not over."""
+        """The works that worker `rank` has started and that have not finished."""
 
 
 class VirtualWork:
-    """Something that worker `rank` has started, at `start`, and that is over at `finish` (infinity: not known)."""
+    """What worker `rank` has started at `start`, and what finishes at `finish` (infinity: not known)."""
 
     verb = ""
     peers: Sequence[int] = ()
@@ -43,21 +43,21 @@ class VirtualWork:
 
     @property
     def settled(self) -> bool:
-        """Result and finish time are known; the latter may lie in the future."""
+        """Whether result and finish time are known; the latter may be in the future."""
         return self.finish < math.inf
 
     @property
-    def named(self) -> str:
-        """As an error names it."""
+    def description(self) -> str:
+        """The work for errors."""
         raise NotImplementedError
 
     def overdue(self, timeout_seconds: float) -> PeerLost:
-        """The error when nothing has come within the deadline."""
+        """The error once its deadline has passed."""
         raise NotImplementedError
 
     def poll(self) -> bool:
-        """As the contract. A worker that polls the same work again and again with nothing in between is taken
-        for one that waits: its clock moves to when the first of its works is there."""
+        """As the contract. Polling the same work repeatedly, with nothing in between, counts as waiting: the clock
+        moves to the finish of the worker's first work."""
         self._clock.check(self.rank)
         self._clock.expire([self])
         now = self._clock.now(self.rank)
@@ -66,8 +66,8 @@ class VirtualWork:
         self._polled_at = self._clock.now(self.rank)
         return self.finish <= self._polled_at
 
-    def until_over(self) -> None:
-        """Move the clock to the finish time if that is later. Raises what the work has failed with."""
+    def wait_until_finished(self) -> None:
+        """Move the clock to the finish time if that is later. Raises the work's error."""
         self._clock.check(self.rank)
         while self.finish > self._clock.now(self.rank):
             self._clock.wait(self.rank, [self])

@@ -1,1 +1,1 @@
-"""torch.distributed behind the communicator protocol."""
+"""Communicators over torch.distributed."""

@@ -1,4 +1,4 @@
-"""torch's default process group: what its own ways to cut a model talk through, and what they have sent."""
+"""torch's default process group, for torch's own parallel layers, with a count of the bytes that it has sent."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
-from unisono.comm.process_sockets import connected, deafen, is_open, shut
+from unisono.comm.process_sockets import connections_of, is_open, shut_down, shut_reading
 from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.store_exchange import AbortableStore, StoreExchange
-from unisono.comm.torch_groups.process_group import gloo, open_devices
+from unisono.comm.torch_groups.gloo import connect_gloo, open_devices
 from unisono.errors import CommunicationError, PeerLost
 
 LOG = logging.getLogger("unisono")
-STUCK = 70  # how a process ends that could not be woken
-_LINGER_SECONDS = 2.0  # far longer than it takes until all have heard that a view is over
-_LET_GO_SECONDS = 5.0  # for one call, which fails within milliseconds
-_LOOK_SECONDS = 0.5
-_BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
+STUCK = 70  # exit status of a process that could not be woken
+_LINGER_SECONDS = 2.0  # far longer than it takes until all workers know that a view has ended
+_STUCK_SECONDS = 5.0  # in one call, which otherwise fails within milliseconds
+_CHECK_SECONDS = 0.5
+_BACKEND = "unisono"  # gloo on a given device: torch's own takes it from the environment
 _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (since 4.19); tcpi_bytes_retrans follows
 
 
 class TorchWorld:
     """All workers of a view in torch's default group, and every group that torch makes of some of them.
 
-    A process has one at a time. What waits in its groups listens to nobody: it is woken by the end of what can be read
-    from their connections, and whatever torch then raises is said as `PeerLost` by `translate_errors`.
+    A process has one at a time. Waiting in its groups cannot be aborted. Workers are woken by ending the reading side
+    of the connections, and `translate_errors` converts what torch then raises to `PeerLost`.
 
-    Where a write fails in gloo's own thread, which answers a message that says that the far end is ready, gloo seems to
-    forget whoever waits for that. So nobody's connections close before all have had time to hear that it is over. They
-    do where a process dies: one that stays in a call of torch's thereafter ends, so that another can take its place; so
-    does one that has not closed this within the deadline, once it was broken off.
+    If a write fails in gloo's own thread, which answers that this end is ready, gloo seems to forget the operation
+    that waits for it. So connections are closed only after all workers have had time to learn that the view has ended.
+    When a process exits, its connections close at once. A worker that stays in a call of torch thereafter exits, so
+    that another can replace it; so does one that has not closed this within the deadline after an abort.
 
     Args:
-        address: this worker's, as the others reach it.
-        abort: breaks off all that waits, now and later.
+        address: the address of this worker, as its peers reach it.
+        abort: ends all waiting, now and later.
 
     Raises:
-        PeerLost: not all of them came within the deadline, or it was broken off.
+        PeerLost: not all workers connected within the deadline, or `abort` was set.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class TorchWorld:
         abort: Abort | None = None,
     ) -> None:
         self._address, self._timeout_seconds = address, timeout_seconds
-        self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
-        self._stores: list[c10d.Store] = [store]  # torch and gloo have only what C++ knows of them
-        gc.collect()  # modules that talked through the groups of the world before lie in circles
-        # torch names a group by the number of groups begun before it. A group that could not be made still counts, in
-        # this process alone: the names, and with them the keys in the store, would differ from those of new workers.
+        self._abort, self._connections, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
+        self._stores: list[c10d.Store] = [store]  # torch and gloo refer to their C++ parts only
+        gc.collect()  # modules that used the groups of the previous world are in reference cycles
+        # torch names a group by the number of groups made before it. A group that failed still counts, in this
+        # process alone: names, and with them keys in the store, would differ from those of new workers.
         dist.distributed_c10d._world.group_count = 0
         self._closed, self._thread = threading.Event(), threading.get_ident()
-        self._unabort = self._abort.add_callback(self._break_off)
+        self._remove_callback = self._abort.add_callback(self._on_abort)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
             dist.init_process_group(
@@ -92,105 +92,110 @@ class TorchWorld:
 
     @property
     def bytes_sent(self) -> int:
-        """What has left this worker through gloo's connections, each byte once, as the kernel counts it, with gloo's
-        own headers; NCCL's is not known."""
-        return sum(_sent(*wire) for wire in self._wires.items())
+        """Bytes sent through gloo's connections, without retransmissions, as the kernel counts them.
+
+        They include gloo's own headers. The bytes of NCCL are not known.
+        """
+        return sum(_sent(*connection) for connection in self._connections.items())
 
     @property
     def failure(self) -> str:
-        """Why nothing can be said here any more; empty as long as all connections are there."""
-        closed = not all(is_open(*wire) for wire in self._wires.items())
+        """Why the groups cannot be used any more; empty while all connections are open."""
+        closed = not all(is_open(*connection) for connection in self._connections.items())
         return self._abort.reason or ("a connection was closed" if closed else "")
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Inside, what is raised because others are not there any more is raised as `PeerLost`: torch says it as a
-        plain RuntimeError, and wraps what our own communicators say."""
+        """A context that raises errors of lost peers as `PeerLost`.
+
+        torch raises them as plain RuntimeErrors, and wraps those of this library's communicators.
+        """
         try:
             yield
         except CommunicationError:
             raise
         except Exception as error:
-            meant = _meant(error)
-            if meant is not None:
-                raise meant from error
-            why = self.failure if isinstance(error, RuntimeError) else ""
-            if why:
-                raise PeerLost([], "layout", f"{why} ({repr(error).splitlines()[0]})") from error
+            cause = _cause(error)
+            if cause is not None:
+                raise cause from error
+            failure = self.failure if isinstance(error, RuntimeError) else ""
+            if failure:
+                raise PeerLost([], "layout", f"{failure} ({repr(error).splitlines()[0]})") from error
             raise
 
     def close(self) -> None:
-        """Leave all groups, so that others may be made; who waits for it in one of them is woken soon after."""
-        self._unabort()
-        self._deafen()
+        """Leave all groups, so that others can be made. Peers that wait in them are woken soon after."""
+        self._remove_callback()
+        self._end_reading()
         self._closed.set()
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
 
-    def _deafen(self) -> None:
-        with self._lock, contextlib.ExitStack() as kept:
-            for wire in deafen(self._wires):
-                kept.enter_context(wire)
-            later = threading.Timer(_LINGER_SECONDS, kept.pop_all().close)
+    def _end_reading(self) -> None:
+        """Wake all threads that read from the connections, which are closed later."""
+        with self._lock, contextlib.ExitStack() as open_until:
+            for sock in shut_reading(self._connections):
+                open_until.enter_context(sock)
+            later = threading.Timer(_LINGER_SECONDS, open_until.pop_all().close)
             later.daemon = True
             later.start()
 
-    def _break_off(self) -> None:
-        self._deafen()
-        threading.Thread(target=self._end_if_stuck, name="torch world, broken off", daemon=True).start()
+    def _on_abort(self) -> None:
+        self._end_reading()
+        threading.Thread(target=self._exit_if_stuck, name="torch world, aborted", daemon=True).start()
         if dist.is_initialized() and torch.cuda.is_available():
             _abort_nccl()
 
-    def _end_if_stuck(self) -> None:
-        began, call, since = time.monotonic(), None, 0.0
-        while not self._closed.wait(_LOOK_SECONDS):
+    def _exit_if_stuck(self) -> None:
+        aborted_at, call, since = time.monotonic(), None, 0.0
+        while not self._closed.wait(_CHECK_SECONDS):
             now, before, call = time.monotonic(), call, _call_of(self._thread)
             since = since if call is not None and call == before else now
-            if now - since > _LET_GO_SECONDS or now - began > self._timeout_seconds:
-                LOG.critical("torch's groups did not let go for %.3g s: this process ends", now - began)
+            if now - since > _STUCK_SECONDS or now - aborted_at > self._timeout_seconds:
+                LOG.critical("a call of torch.distributed has not ended for %.3g s after the view: this process exits",
+                             now - aborted_at)  # fmt: skip
                 os._exit(STUCK)
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """As torch asks a backend for each group; gloo connects all pairs at once."""
-        notices = StoreExchange(store, self._timeout_seconds, self._abort)
-        (device,), ends = open_devices(notices, rank, size, self._address, 1)
-        waiting = AbortableStore(PrefixedStore("gloo", store), self._timeout_seconds, self._abort)
-        forget = self._abort.add_callback(lambda: shut(connected(ends)))
+        """The group that torch asks a backend for; gloo connects all pairs at once."""
+        exchange = StoreExchange(store, self._timeout_seconds, self._abort)
+        (device,), ends = open_devices(exchange, rank, size, self._address, 1)
+        abortable = AbortableStore(PrefixedStore("gloo", store), self._timeout_seconds, self._abort)
+        remove = self._abort.add_callback(lambda: shut_down(connections_of(ends)))
         try:
-            made = partial(gloo, waiting, rank, size, device, timeout.total_seconds())
-            group = self._abort.run("connect", made)
+            connect = partial(connect_gloo, abortable, rank, size, device, timeout.total_seconds())
+            group = self._abort.run("connect", connect)
         except RuntimeError as error:
             raise PeerLost([], "connect", str(error).splitlines()[0]) from error
         finally:
-            forget()
+            remove()
         with self._lock:
-            self._wires |= connected(ends)
+            self._connections |= connections_of(ends)
         self._abort.check("connect")
-        self._stores.append(waiting)
+        self._stores.append(abortable)
         return group
 
 
 def _call_of(thread: int) -> tuple[int, int] | None:
-    """The call of `torch.distributed` that a thread is in; None where it is elsewhere."""
+    """The call of `torch.distributed` that a thread is in; None if it is in other code."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename.endswith("torch/_ops.py"):
-        frame = frame.f_back  # on the way to what is not Python
+        frame = frame.f_back  # the wrapper of an operator in C++
     if frame is None or "/torch/distributed/" not in frame.f_code.co_filename:
         return None
     return id(frame), frame.f_lasti
 
 
-def _meant(error: BaseException | None) -> CommunicationError | None:
-    """What one of our own communicators said, where somebody else's code has wrapped it."""
+def _cause(error: BaseException | None) -> CommunicationError | None:
+    """The error of one of this library's communicators that torch has wrapped, if any."""
     while error is not None and not isinstance(error, CommunicationError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _forget_meshes() -> None:
-    """torch remembers how operations are spread by meshes that count as equal to those of the next groups, but would
-    talk through the former ones."""
+    """Clear torch's caches by device mesh: the next meshes are equal to the former ones, whose groups are closed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return
@@ -202,21 +207,23 @@ def _forget_meshes() -> None:
 
 def _abort_nccl() -> None:
     for group in list(dist.distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # it has no part on a GPU
+        with contextlib.suppress(RuntimeError):  # a group without a backend for GPUs
             group._get_backend(torch.device("cuda")).abort()
 
 
 def _sent(descriptor: int, name: str) -> int:
-    """Bytes that went to the peer, without those that went again; 0 for what is not, or no longer, a connection over
-    TCP. What was acknowledged would be less: an acknowledgement may come long after the peer has read."""
+    """Bytes sent to the peer without retransmissions; 0 unless the descriptor is still this TCP connection.
+
+    The count of acknowledged bytes would be lower: an acknowledgement may arrive long after the peer has read.
+    """
     try:
         if not is_open(descriptor, name):
             return 0
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 16)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 16)
     except OSError:
         return 0
-    if len(told) < _BYTES_SENT + 16:
+    if len(info) < _BYTES_SENT + 16:
         return 0
-    sent, again = struct.unpack_from("=QQ", told, _BYTES_SENT)
+    sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
     return int(sent) - int(again)

@@ -1,9 +1,9 @@
-"""State from those who have it to those who lack it, when workers have come and gone."""
+"""Transfers state between workers' memories, from those that have it to those that lack it."""
 
 from unisono.elastic.transfer.average import differing as differing
 from unisono.elastic.transfer.average import mean as mean
 from unisono.elastic.transfer.average import mean_of as mean_of
-from unisono.elastic.transfer.digest import digest as digest
+from unisono.elastic.transfer.digest import state_digest as state_digest
 from unisono.elastic.transfer.local_tensors import LocalTensors as LocalTensors
 from unisono.elastic.transfer.memory_checkpoint import MemoryCheckpoint as MemoryCheckpoint
 from unisono.elastic.transfer.memory_checkpoint import MemoryCheckpoints as MemoryCheckpoints

@@ -1,4 +1,4 @@
-"""What several have, each its own, becomes one that all have."""
+"""Averages state that differs between workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.comm import Communicator
 
 
 def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names under which not all workers have the same, given each one's digests by name."""
+    """The names whose digests, given per worker, are not the same on all workers."""
     first, *others = digests
     return [name for name, digest in first.items() if any(other.get(name) != digest for other in others)]
 
@@ -20,11 +20,12 @@ def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
 def mean_of(
     comm: Communicator, here: Mapping[str, Tensor], wanted: ShardMap, sources: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The mean of what `sources` have under each name of `wanted`, in CPU memory; of whole numbers, what the first of
-    them has. All call it alike, those who have none of it too, and get the same bits.
+    """Collective: the mean over `sources` of each tensor in `wanted`, in CPU memory, with the same bits on all ranks.
+
+    Integer tensors are not averaged: the value of the first source is taken.
 
     Args:
-        here: what this worker has, if it is one of `sources`.
+        here: this rank's tensors, if it is one of `sources`.
 
     Raises:
         PeerLost: a worker was lost meanwhile.
@@ -33,12 +34,14 @@ def mean_of(
             for name in sorted(wanted)}  # fmt: skip
 
 
-def mean(found: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of what each of `found` has under a name, all of them under the same ones; of whole numbers, what the
-    first has. One is held at a time; empty where there is none."""
+def mean(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of `states`, which have the same names; empty without any.
+
+    Of integer tensors, the value in the first state is taken. One state at a time is in memory.
+    """
     total, dtypes, count = dict[str, Tensor](), dict[str, torch.dtype](), 0
-    for count, each in enumerate(found, 1):
-        for name, tensor in each.items():
+    for count, state in enumerate(states, 1):
+        for name, tensor in state.items():
             if count == 1:
                 dtypes[name], total[name] = tensor.dtype, tensor.to(_wide(tensor.dtype), copy=True)
             elif tensor.is_floating_point():
@@ -47,7 +50,7 @@ def mean(found: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Where sums of such numbers are taken."""
+    """The dtype in which sums of `dtype` are computed."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 

@@ -1,4 +1,4 @@
-"""Who keeps whose copy: arithmetic without I/O."""
+"""Which rank holds the memory checkpoint of which other rank: arithmetic without I/O."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 
 def buddies(hosts: Sequence[str]) -> list[int]:
-    """Who keeps the copy of each worker's state: each keeps one, nobody their own unless alone, and as few as possible
-    that of a worker of the same host.
+    """The buddy of each rank: a permutation without fixed points, on another host for as many ranks as possible.
 
-    Workers are put in a row, host by host, and look as far along it, and around, as the largest host is long. Where no
-    host has more than half of all, that leads to another one; else only those find none for whom there is no room.
+    Ranks are ordered by host, in a circle. The buddy is as many ranks further as the largest host has. Where no host
+    has more than half of all ranks, that is always another host; otherwise, ranks without a buddy on another host are
+    as few as can be. A single rank is its own buddy.
 
     Args:
-        hosts: where each worker is.
+        hosts: the host of each rank.
     """
-    row = sorted(range(len(hosts)), key=lambda rank: (hosts.index(hosts[rank]), rank))
+    circle = sorted(range(len(hosts)), key=lambda rank: (hosts.index(hosts[rank]), rank))
     largest = max(Counter(hosts).values())
-    step = largest if largest < len(row) else 1
-    return [row[(row.index(rank) + step) % len(row)] for rank in range(len(row))]
+    step = largest if largest < len(circle) else 1
+    return [circle[(circle.index(rank) + step) % len(circle)] for rank in range(len(circle))]

@@ -1,4 +1,4 @@
-"""One short text that says whether two workers' states are the same bits."""
+"""A digest of a state, by which ranks compare theirs bit by bit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.safetensors_format import dtype_name
 
 
-def digest(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-    """xxh3 of all names in order, with dtype, shape and bytes, and of the numbers: 128 bits in hexadecimal digits.
+def state_digest(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
+    """The 128-bit XXH3 of names in order, dtypes, shapes, bytes and `numbers`, as hexadecimal digits.
 
-    It guards against chance, not against malice. Contiguous tensors in a CPU's memory are read where they lie.
+    It guards against accidents, not against forgery. Contiguous tensors in CPU memory are not copied.
     """
-    found = xxh3_128(json.dumps(dict(numbers), sort_keys=True).encode())
+    hashed = xxh3_128(json.dumps(dict(numbers), sort_keys=True).encode())
     for name in sorted(tensors):
         x = tensors[name]
-        # Where a name ends and the next begins is said by JSON.
-        found.update(json.dumps([name, dtype_name(x.dtype), list(x.shape)]).encode())
-        found.update(raw_bytes(x))
-    return found.hexdigest()
+        # JSON separates the fields, so that different states have different encodings.
+        hashed.update(json.dumps([name, dtype_name(x.dtype), list(x.shape)]).encode())
+        hashed.update(raw_bytes(x))
+    return hashed.hexdigest()

@@ -1,4 +1,4 @@
-"""Tensors as one run of bytes, which travels and lies in memory as a whole."""
+"""Tensors packed into one contiguous buffer of bytes, to be sent and stored as a whole."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from torch import Tensor
 from unisono.checkpoint.ownership import ShardMap
 from unisono.elastic.transfer.local_tensors import LocalTensors
 
-_ALIGNMENT_BYTES = 16  # any dtype may begin there
+ALIGNMENT_BYTES = 16  # of every dtype
 
 
-def image_bytes(held: ShardMap) -> int:
-    """The length of the image of tensors of these kinds."""
-    return sum(_room(piece.spec.nbytes) for piece in held.values())
+def image_bytes(shards: ShardMap) -> int:
+    """The length in bytes of the buffer for these shards."""
+    return sum(aligned(shard.spec.nbytes) for shard in shards.values())
 
 
-def write_image(held: LocalTensors, image: Tensor) -> None:
-    """Copy the tensors into `image`, of as many bytes as `image_bytes` says."""
-    for name, part in _parts(held.shards, image):
-        part.copy_(held.tensors[name].detach())
+def write_image(local: LocalTensors, image: Tensor) -> None:
+    """Copy the tensors into `image`, a buffer of `image_bytes` bytes."""
+    for name, view in _views(local.shards, image):
+        view.copy_(local.tensors[name].detach())
 
 
-def read_image(held: ShardMap, image: Tensor) -> LocalTensors:
-    """The tensors that lie in `image`, and share its memory."""
-    return LocalTensors(dict(_parts(held, image)), {name: piece.box for name, piece in held.items()})
+def read_image(shards: ShardMap, image: Tensor) -> LocalTensors:
+    """Views of the tensors in `image`."""
+    return LocalTensors(dict(_views(shards, image)), {name: shard.box for name, shard in shards.items()})
 
 
-def _parts(held: ShardMap, image: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _views(shards: ShardMap, image: Tensor) -> Iterator[tuple[str, Tensor]]:
     begin = 0
-    for name in sorted(held):
-        spec = held[name].spec
+    for name in sorted(shards):
+        spec = shards[name].spec
         yield name, image[begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
-        begin += _room(spec.nbytes)
+        begin += aligned(spec.nbytes)
 
 
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up, so that any dtype may follow."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def bytes_like(count: int, before: Tensor | None) -> Tensor:
-    """Memory of `count` bytes; that of `before` where it is as large, whose pages are there already."""
-    if before is not None and before.numel() == count:
-        return before
+def reuse_or_allocate(count: int, old: Tensor | None) -> Tensor:
+    """A buffer of `count` bytes: `old`, whose pages are mapped already, if it has that size; else a new one."""
+    if old is not None and old.numel() == count:
+        return old
     return torch.empty(count, dtype=torch.uint8)

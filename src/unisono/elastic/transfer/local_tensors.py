@@ -1,4 +1,4 @@
-"""What a worker has in its memory of the global tensors, and how it says so."""
+"""The shards of global tensors in a worker's memory, and their description as text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from unisono.tensors.box import Box
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Tensors that lie here, by global name.
+    """Local tensors by global name, and which boxes of the global tensors they are.
 
     Args:
-        tensors: they are read only.
-        boxes: which box of the global tensor each is; one without a box is the whole.
+        tensors: only read.
+        boxes: the box of each; a tensor without one is whole.
     """
 
     tensors: Mapping[str, Tensor]
@@ -28,32 +28,32 @@ class LocalTensors:
 
     @cached_property
     def shards(self) -> dict[str, TensorShard]:
-        """The same without the numbers. Raises `ValueError` where a tensor has not the size of its box."""
+        """The shards without their elements. Raises `ValueError` where a tensor differs in size from its box."""
         return shards_of(self.tensors, self.boxes)
 
-    def part(self, name: str, dtype: torch.dtype, box: Box) -> Tensor | None:
-        """The numbers of that box, where they are here."""
-        piece = self.shards.get(name)
-        if piece is None or piece.dtype != dtype or piece.box.shape != box.shape or piece.box.overlap(box) != box:
+    def view(self, name: str, dtype: torch.dtype, box: Box) -> Tensor | None:
+        """A view of `box`, if it is inside the local shard; else None."""
+        shard = self.shards.get(name)
+        if shard is None or shard.dtype != dtype or shard.box.shape != box.shape or shard.box.overlap(box) != box:
             return None
-        return self.tensors[name].detach()[box.slices(piece.box)]
+        return self.tensors[name].detach()[box.slices(shard.box)]
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one worker says to all: what it has, and what it wants."""
+    """Which shards one rank has, and which it wants."""
 
     here: Sequence[ShardMap]
     wants: ShardMap
 
     def encode(self) -> str:
         """As JSON."""
-        return json.dumps([[encode_shards(each) for each in self.here], encode_shards(self.wants)])
+        return json.dumps([[encode_shards(shards) for shards in self.here], encode_shards(self.wants)])
 
     @staticmethod
     def decode(text: str) -> Inventory:
-        """What `encode` wrote. Raises `ValueError` where it is anything else."""
+        """Inverse of `encode`. Raises `ValueError` for any other text."""
         match json.loads(text):
-            case [list(here), str(wants)] if all(isinstance(each, str) for each in here):
-                return Inventory([decode_shards(each) for each in here], decode_shards(wants))
-        raise ValueError("not what a worker says of its state")
+            case [list(here), str(wants)] if all(isinstance(text, str) for text in here):
+                return Inventory([decode_shards(text) for text in here], decode_shards(wants))
+        raise ValueError("not an inventory of shards")

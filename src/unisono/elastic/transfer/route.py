@@ -1,4 +1,4 @@
-"""The same boxes on the same way, again and again: who gives what to whom is found out once."""
+"""Repeated transfers of the same boxes between the same ranks, planned once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from unisono.elastic.transfer.transfer_plan import Move, plan
 
 
 class Route:
-    """From those who have boxes `here` to those who want them; nothing is verified. All make it alike, and call it
-    alike.
+    """Sends boxes from the ranks that have them to those that want them, without verification.
+
+    Collective: all ranks construct it with the same arguments, and call it.
 
     Args:
-        here: what each worker has.
-        wanted: what each wants, which somebody has.
-        device: where its tensors lie.
+        here: the shards of each rank.
+        wanted: the shards that each rank wants; each is on some rank.
+        device: of the tensors.
     """
 
     def __init__(
@@ -27,35 +28,38 @@ class Route:
     ) -> None:
         moves, me, ranks = plan([[each] for each in here], wanted), comm.rank, range(comm.size)
         self._comm, self._device, self._here, self._wanted = comm, device, here[me], wanted[me]
-        self._leaving = [[m for m in moves if (m.source, m.target) == (me, rank)] for rank in ranks]
-        self._coming = [[m for m in moves if (m.source, m.target) == (rank, me)] for rank in ranks]
+        self._outgoing = [[m for m in moves if (m.source, m.target) == (me, rank)] for rank in ranks]
+        self._incoming = [[m for m in moves if (m.source, m.target) == (rank, me)] for rank in ranks]
 
     def __call__(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What was wanted, by name, in memory of its own. Of what nobody has `given`, nothing comes; where only some
-        have, the rest is zeros. Raises `PeerLost`."""
-        sends = [self._packed(moves, given) for moves in self._leaving]
+        """Collective: new tensors with the wanted boxes, by name.
+
+        A tensor that no rank has `given` is left out; where only some ranks gave their boxes, the others are zeros.
+        Raises `PeerLost`.
+        """
+        sends = [self._packed(moves, given) for moves in self._outgoing]
         like = [torch.empty(len(moves) + _nbytes(moves), dtype=torch.uint8, device=self._device)
-                for moves in self._coming]  # fmt: skip
-        found: dict[str, Tensor] = {}
-        came: set[str] = set()
-        for moves, message in zip(self._coming, self._comm.exchange(sends, like).wait()):
-            there, *parts = message.split([len(moves), *(move.nbytes for move in moves)])
-            for move, is_there, part in zip(moves, there.tolist(), parts):
+                for moves in self._incoming]  # fmt: skip
+        received: dict[str, Tensor] = {}
+        given_names: set[str] = set()
+        for moves, message in zip(self._incoming, self._comm.exchange(sends, like).wait()):
+            present, *parts = message.split([len(moves), *(move.nbytes for move in moves)])
+            for move, is_present, part in zip(moves, present.tolist(), parts):
                 box = self._wanted[move.name].box
-                whole = found.setdefault(move.name, torch.empty(box.size, dtype=move.dtype, device=self._device))
-                whole[move.box.slices(box)] = part.clone().view(move.dtype).view(move.box.size)
-                came |= {move.name} if is_there else set()
-        return {name: found[name] for name in found if name in came}
+                shard = received.setdefault(move.name, torch.empty(box.size, dtype=move.dtype, device=self._device))
+                shard[move.box.slices(box)] = part.clone().view(move.dtype).view(move.box.size)
+                given_names |= {move.name} if is_present else set()
+        return {name: received[name] for name in received if name in given_names}
 
     def _packed(self, moves: Sequence[Move], given: Mapping[str, Tensor]) -> Tensor:
-        """For each box, whether it is there; then the bytes of all, zeros where it is not."""
-        there = torch.tensor([move.name in given for move in moves], dtype=torch.uint8, device=self._device)
-        return torch.cat([there, *(self._bytes(move, given.get(move.name)) for move in moves)])
+        """One byte per box, whether it was given; then the bytes of all, zeros where it was not."""
+        present = torch.tensor([move.name in given for move in moves], dtype=torch.uint8, device=self._device)
+        return torch.cat([present, *(self._bytes(move, given.get(move.name)) for move in moves)])
 
-    def _bytes(self, move: Move, numbers: Tensor | None) -> Tensor:
-        if numbers is None:
+    def _bytes(self, move: Move, tensor: Tensor | None) -> Tensor:
+        if tensor is None:
             return torch.zeros(move.nbytes, dtype=torch.uint8, device=self._device)
-        return numbers[move.box.slices(self._here[move.name].box)].contiguous().view(-1).view(torch.uint8)
+        return tensor[move.box.slices(self._here[move.name].box)].contiguous().view(-1).view(torch.uint8)
 
 
 def _nbytes(moves: Sequence[Move]) -> int:

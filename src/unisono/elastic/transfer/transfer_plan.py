@@ -1,4 +1,4 @@
-"""Who gives what to whom: arithmetic without I/O, the same on every worker for the same arguments."""
+"""Which rank sends which box to which: arithmetic without I/O, equal on all ranks for equal arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from unisono.errors import StateMissing
 from unisono.tensors.box import Box, slabs, without
 
 GRAIN_BYTES = 4 << 20
-"""The most that is dealt out at once: several holders of one large tensor share the work."""
+"""The largest box of one move, so that several sources share the work of one large tensor."""
 _Cells = list[tuple[Box, tuple[int, ...]]]
 _Wanted = tuple[str, torch.dtype, Box, tuple[int, ...], int]
-"""A box of a tensor of which each worker has all or nothing: name, dtype, box, who has it, who wants it."""
+"""A box that each rank has completely or not at all: name, dtype, box, ranks that have it, rank that wants it."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A box of a tensor, from the worker `source` to the worker `target`; who has it already gives it to itself."""
+    """A box of a tensor, from rank `source` to rank `target`; the two are equal where the target has it already."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        """Of the numbers."""
+        """Bytes of its elements."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -42,32 +42,30 @@ def plan(
     hosts: Sequence[str] = (),
     grain_bytes: int = GRAIN_BYTES,
 ) -> list[Move]:
-    """Moves that bring every wanted number to who wants it, exactly once.
+    """Moves that bring every wanted element to the rank that wants it, exactly once.
 
-    A number comes from who wants it where that has it, else from a worker of the same host where one has it; of those,
-    from the one that gives least so far, largest boxes first (Graham 1969, LPT).
+    The source is the target itself where it has the element, else a rank of the same host that has it, else any. Of
+    several, it is the one that sends least so far, largest boxes first (Graham 1969, LPT).
 
     Args:
-        here: what each worker has, which may be several boxes of one tensor; of boxes that overlap, each is as good.
-        wants: what each worker wants.
-        hosts: where each worker is; empty: they are all alike.
+        here: the shards of each rank, several sets of them if it has several boxes of a tensor; boxes may overlap.
+        wants: the shards that each rank wants.
+        hosts: the host of each rank; empty: all on one.
 
     Raises:
-        StateMissing: names what nobody has.
+        StateMissing: names the boxes that no rank has.
     """
     cells = list(_wanted_cells(_holders(here), wants))
     missing = [(name, box) for name, _, box, owners, _ in cells if not owners]
     if missing:
         raise StateMissing(sorted({f"{name} {box} of {list(box.shape)}" for name, box in missing}))
-    loads, places = [0] * len(wants), hosts or [""] * len(wants)
+    loads, hosts = [0] * len(wants), hosts or [""] * len(wants)
     moves = []
-    for name, dtype, box, owners, target in sorted(
-        cells, key=lambda c: (-c[2].numel * c[1].itemsize, c[0], c[2], c[4])
-    ):
+    for name, dtype, box, owners, target in sorted(cells, key=_largest_first):
         if target in owners:
             moves.append(Move(name, dtype, box, target, target))
             continue
-        near = [rank for rank in owners if places[rank] == places[target]] or owners
+        near = [rank for rank in owners if hosts[rank] == hosts[target]] or owners
         for part in slabs(box, max(1, grain_bytes // dtype.itemsize)):
             source = min(near, key=lambda rank: (loads[rank], rank))
             moves.append(Move(name, dtype, part, source, target))
@@ -76,14 +74,14 @@ def plan(
 
 
 def rounds(moves: Iterable[Move], most_bytes: int) -> list[list[Move]]:
-    """`moves` in the order in which they are made: in each round, a worker gives `most_bytes`, or one box."""
+    """`moves` in rounds, in their order: in each, a source sends at most `most_bytes`, or a single box."""
     found: list[list[Move]] = []
-    given: dict[int, tuple[int, int]] = {}  # by source: the round in which it gives, and how much it gives there
+    last: dict[int, tuple[int, int]] = {}  # by source: its last round, and the bytes that it sends in it
     for move in moves:
-        number, nbytes = given.get(move.source, (0, 0))
+        number, nbytes = last.get(move.source, (0, 0))
         if nbytes and nbytes + move.nbytes > most_bytes:
             number, nbytes = number + 1, 0
-        given[move.source] = number, nbytes + move.nbytes
+        last[move.source] = number, nbytes + move.nbytes
         while len(found) <= number:
             found.append([])
         found[number].append(move)
@@ -96,7 +94,7 @@ def _largest_first(cell: _Wanted) -> tuple[Any, ...]:
 
 
 def _holders(here: Sequence[Sequence[ShardMap]]) -> dict[tuple[str, Spec], dict[Box, list[int]]]:
-    """Who has which boxes of a tensor; one of another dtype or shape is another tensor."""
+    """The ranks that have each box of a tensor; one of another dtype or shape is another tensor."""
     found: dict[tuple[str, Spec], dict[Box, list[int]]] = {}
     for rank, holdings in enumerate(here):
         for held in holdings:
@@ -110,7 +108,7 @@ def _holders(here: Sequence[Sequence[ShardMap]]) -> dict[tuple[str, Spec], dict[
 def _wanted_cells(
     holders: Mapping[tuple[str, Spec], Mapping[Box, Sequence[int]]], wants: Sequence[ShardMap]
 ) -> Iterator[_Wanted]:
-    cut: dict[tuple[str, Spec, Box], _Cells] = {}  # equals want the same
+    cut: dict[tuple[str, Spec, Box], _Cells] = {}  # ranks with equal shards want equal cells
     for target, wanted in enumerate(wants):
         for name, piece in wanted.items():
             key = name, piece.whole, piece.box

@@ -29,14 +29,15 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of local queries ``[..., local, E]`` over everybody's keys and values.
+    """Collective: ``scaled_dot_product_attention`` of local queries ``[..., local, E]`` over the keys and values of all
+    ranks.
 
-    Where neither queries nor keys are the split sequence (a cross-attention to something that every worker has whole,
-    an attention over channels) it is torch's own.
+    torch's own attention where neither queries nor keys are the split sequence: a cross-attention to a tensor that
+    every worker has whole, or an attention over channels.
 
     Args:
-        form: ``gather`` holds all keys and values at once, ``ring`` those of two workers at most.
-        keys: false for padding, of the whole micro-batch ``[N, length]``, where no mask of the model says so.
+        form: ``gather`` holds all keys and values at once, ``ring`` those of at most two workers.
+        keys: false for padding, of the whole micro-batch ``[N, length]``, where no mask of the model marks it.
 
     Raises:
         InvalidInput: dropout, a mask that fits neither the part nor the whole, or latent queries over local keys.
@@ -48,12 +49,12 @@ def attend(
         )
     _check(split, query, key, attn_mask, dropout_p, is_causal)
     if keys is not None and query.dim() != 4:
-        raise InvalidInput("keys", f"queries {tuple(query.shape)}", "padding is known of [N, heads, tokens, E] only",
-                           "give attention batches and heads")  # fmt: skip
+        raise InvalidInput("keys", f"queries {tuple(query.shape)}", "padding needs queries [N, heads, tokens, E]",
+                           "pass attention batches and heads")  # fmt: skip
     query, key, value = _autocast(query, key, value)
     mask, is_causal = global_mask(attn_mask, is_causal, keys, split, peers)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    learned = mask is not None and mask.requires_grad  # its gradient is not the ring's to bring home
+    learned = mask is not None and mask.requires_grad  # the ring computes no gradient of the mask
     if form == "ring" and not learned:
         return ring(query, key, value, mask, is_causal, scale, split, peers)
     return gather(query, key, value, mask, is_causal, scale, split, peers)
@@ -69,16 +70,17 @@ def gather(
     split: SequenceSplit,
     peers: Peers,
 ) -> Tensor:
-    """All keys and values in one all-gather; in backward, one reduce-scatter (Dubey et al. 2024, 3.3.2)."""
-    everybody = peers.gather(torch.cat([key.reshape(-1), value.reshape(-1)]))
+    """Collective: attention with all keys and values from one all-gather; in backward, one reduce-scatter (Dubey et al.
+    2024, 3.3.2)."""
+    gathered = peers.gather(torch.cat([key.reshape(-1), value.reshape(-1)]))
     grouped = key.dim() > 2 and query.shape[-3] != key.shape[-3]
-    keys = split.join([row[: key.numel()].view(key.shape) for row in everybody], -2)
-    values = split.join([row[key.numel() :].view(value.shape) for row in everybody], -2)
+    keys = split.join([row[: key.numel()].view(key.shape) for row in gathered], -2)
+    values = split.join([row[key.numel() :].view(value.shape) for row in gathered], -2)
     if not is_causal:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
     seen = causal_mask(split, peers.rank, query.device)
     rows = []
-    for i, (_, stop) in enumerate(split.spans(peers.rank)):  # no chunk computes what comes after it
+    for i, (_, stop) in enumerate(split.spans(peers.rank)):  # a chunk attends to no later tokens
         mine = slice(i * split.chunk, (i + 1) * split.chunk)
         rows.append(F.scaled_dot_product_attention(
             query[..., mine, :], keys[..., :stop, :], values[..., :stop, :], seen[mine, :stop],
@@ -95,18 +97,18 @@ def _check(
         raise InvalidInput("dropout", dropout_p, f"attention over {split.size} workers has no dropout",
                            "set the model's attention dropout to 0")  # fmt: skip
     if is_causal and mask is not None:
-        raise InvalidInput("attn_mask", what, "attention takes a mask or is_causal=True, not both", "give one of them")
+        raise InvalidInput("attn_mask", what, "attention takes a mask or is_causal=True, not both", "pass one of them")
     if not query.shape[-2] == key.shape[-2] == split.local:
         raise InvalidInput(
             "attention",
             what,
-            f"a worker has {split.local} of {split.length} tokens, and these are not queries and keys of the same ones",
+            f"a worker has {split.local} of {split.length} tokens, and these queries and keys do not match them",
             "use context=1 for models with latent queries or causal cross-attention",
         )
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """What autocast would make of the operands of torch's own attention."""
+    """The operands as autocast would convert them for torch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)

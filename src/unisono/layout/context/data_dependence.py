@@ -1,4 +1,4 @@
-"""What a model's code asks of numbers that it computes: a branch taken by them may be another on part of a sequence."""
+"""Records which computed values a model's code reads: a branch on them may differ on a part of a sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class DataDependence(TorchDispatchMode):
-    """While it is on, notes what is asked of tensors that depend on `weights`.
+    """While active, records what the code reads from tensors that depend on `weights`.
 
     Attributes:
-        answers: numbers, truth values, and shapes that depend on numbers, in the order in which they were asked for.
+        answers: numbers, booleans, and shapes that depend on values, in order.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -27,7 +27,7 @@ class DataDependence(TorchDispatchMode):
 
     @property
     def decisions(self) -> list[Any]:
-        """The answers by which code alone can decide: others differ wherever numbers do."""
+        """The answers that code can branch on; other answers differ wherever values do."""
         return [answer for answer in self.answers if isinstance(answer, bool | torch.Size)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

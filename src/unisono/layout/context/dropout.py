@@ -1,4 +1,4 @@
-"""Dropout of activations of which a worker has the part of its own tokens: the mask that one worker would draw."""
+"""Dropout of a worker's part of activations, with the mask that one worker would draw."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """`original`, ``torch.nn.functional.dropout``; of activations ``[N, local, ...]`` with features, by the local
-    tokens' part of a mask for the whole sequence. All workers draw the same one from equal random states."""
+    """`original` (``torch.nn.functional.dropout``), for activations ``[N, local, ...]`` with features by the local
+    tokens' part of a mask for the whole sequence. All ranks draw the same mask from equal random states."""
     if not training or p == 0 or input.dim() < 3 or input.shape[1] != split.local:
         return original(input, p, training, inplace)
     ones: Any = torch.ones(input.shape[0], split.length, *input.shape[2:], dtype=input.dtype, device=input.device)

@@ -1,4 +1,4 @@
-"""The one place where a model meets the peers: calls of torch that concern the whole sequence go another way."""
+"""A function mode that redirects a model's calls of torch that concern the whole sequence."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 
 class attending(TorchFunctionMode):
-    """While active, models that are given a worker's part of a sequence attend to all of it and know their positions.
+    """While active, models that get a worker's part of a sequence attend to all of it and know their positions.
 
         with attending(group, split):
             part_loss(loss, model(part), part, share).backward()
 
-    Nothing of torch or of the model is changed: the mode belongs to the thread and ends with the block. Keep backward
-    inside the block too if activations are recomputed in it.
+    Neither torch nor the model is changed: the mode belongs to the thread and ends with the block. With activation
+    checkpointing, call backward inside the block too.
 
     Args:
         group: a process group, a one-dimensional mesh, or `Peers`.
-        split: how this micro-batch's sequence lies over the group.
-        form: ``gather`` is the faster one, ``ring`` holds keys and values of two workers instead of all.
-        keys: which tokens are none but padding, false for these, of the whole micro-batch ``[N, length]``.
+        split: how this micro-batch's sequence is split over the group.
+        form: ``gather`` is faster; ``ring`` holds keys and values of two workers instead of all.
+        keys: false for padding, of the whole micro-batch ``[N, length]``.
 
     Raises:
-        InvalidInput: an unknown form, or a split over another number of workers than the group's.
+        InvalidInput: an unknown form, or a split whose size is not the group's.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class attending(TorchFunctionMode):
             raise InvalidInput("form", form, "not a form of attention over workers", f"use one of {', '.join(FORMS)}")
         if split.size != peers.size:
             raise InvalidInput("context", split.size, f"the group has {peers.size} workers", "split over all of them")
-        # A compiler that looked inside would leave calls in its graph that come by here once more.
+        # Compiled graphs of these functions would contain calls that this mode redirects again.
         whole: Any = torch.compiler.disable
         self._attend = partial(whole(attend), split, peers, form, keys)
-        self._ways: dict[Any, Callable[..., Any]] = {} if split.size == 1 else {
+        self._redirects: dict[Any, Callable[..., Any]] = {} if split.size == 1 else {
             F.scaled_dot_product_attention: self._attend,
             F.multi_head_attention_forward: self._multi_head,
             F.dropout: partial(whole(dropout), split, peers.rank, F.dropout),
@@ -73,24 +73,24 @@ class attending(TorchFunctionMode):
         }  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._ways.get(func, func)(*args, **(kwargs or {}))
+        return self._redirects.get(func, func)(*args, **(kwargs or {}))
 
     def _differentiate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Backward with the mode on, for activations that are computed again in it."""
+        """Backward with the mode active, for recomputed activations."""
         with self:
             return _undispatched(original)(*args, **kwargs)
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """``nn.MultiheadAttention``, by torch's own text in which attention is ours; its weights are not computed."""
+        """``nn.MultiheadAttention``, by torch's own code with this attention; its weights are not computed."""
         ours = _undispatched(F.multi_head_attention_forward, scaled_dot_product_attention=self._attend)
         output, _ = ours(*args, **{**kwargs, "need_weights": False})
         return output, None
 
 
 def _undispatched(original: Any, **names: Callable[..., Any]) -> FunctionType:
-    """A copy of a function of torch that asks no mode whether it should run, and calls `names` for those of its own.
+    """A copy of a torch function that does not dispatch to modes, and calls `names` instead of its globals.
 
-    A mode is off while it answers for a function: what that function calls would not come by the mode.
+    A mode is inactive while it handles a function, so calls inside the function would not reach it.
     """
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     known = {**original.__globals__, **dict.fromkeys(asks, lambda *_: False), **names}

@@ -1,4 +1,4 @@
-"""What an explicit attention mask says about the whole sequence, where the model made it from a part."""
+"""Derives the attention mask of the whole sequence from one that the model made from a part."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from unisono.layout.context.sequence_split import SequenceSplit
 def global_mask(
     mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: SequenceSplit, peers: Peers
 ) -> tuple[Tensor | None, bool]:
-    """A mask with columns of all keys, in the sequence's order, and rows of the local queries or one for all.
+    """A mask with columns for all keys, in the sequence's order, and rows for the local queries or one for all.
 
-    * ``[..., length, length]``: the local queries' rows are taken;
-    * ``[..., local or 1, length or 1]``: as it is;
-    * ``[..., 1, local]``, a mask of keys: the peers' columns are gathered;
-    * ``[..., local, local]``, made by the model from local tokens: understood if it is a causal mask, else refused.
+    * ``[..., length, length]``: the rows of local queries are taken;
+    * ``[..., local or 1, length or 1]``: unchanged;
+    * ``[..., 1, local]``, a mask of keys: the columns of all ranks are gathered;
+    * ``[..., local, local]``, made by the model from local tokens: accepted if it is a causal mask, else refused.
 
     Returns:
-        The mask, None if there is none but a causal one, and whether there is that.
+        The mask, None for none or only a causal one; and whether the mask is only causal.
 
     Raises:
-        InvalidInput: a mask that says nothing certain about the other workers' keys.
+        InvalidInput: a mask that does not determine the visibility of other ranks' keys.
     """
     if mask is None or _is_causal(mask, split):
         past = is_causal or mask is not None
@@ -40,7 +40,7 @@ def global_mask(
 
 
 def causal_mask(split: SequenceSplit, rank: int, device: torch.device) -> Tensor:
-    """True where a local query (row) may look at a key (column) under a causal mask, bool ``[local, length]``."""
+    """True where a local query (row) may attend to a key (column) under a causal mask, bool ``[local, length]``."""
     return split.positions(rank, device)[:, None] >= torch.arange(split.length, device=device)
 
 
@@ -50,7 +50,7 @@ def _padding_mask(keys: Tensor, past: bool, split: SequenceSplit, rank: int) -> 
 
 
 def _is_causal(mask: Tensor, split: SequenceSplit) -> bool:
-    """Whether it is the causal mask of the local tokens; of a single token nobody can tell."""
+    """Whether it is the causal mask of the local tokens; false for a single token, which is ambiguous."""
     if mask.shape[-2:] != (split.local, split.local) or split.local == 1:
         return False
     triangle = torch.ones(split.local, split.local, dtype=torch.bool, device=mask.device).tril()
@@ -61,7 +61,7 @@ def _is_causal(mask: Tensor, split: SequenceSplit) -> bool:
 
 
 def _gathered(mask: Tensor, peers: Peers) -> Tensor:
-    if mask.dtype == torch.bool:  # not every backend sends those
+    if mask.dtype == torch.bool:  # not every backend supports bool
         return peers.gather(mask.to(torch.uint8)).bool()
     return peers.gather(mask)
 
@@ -71,7 +71,7 @@ def _ambiguous(mask: Tensor, split: SequenceSplit) -> InvalidInput:
         "attn_mask",
         f"a mask {tuple(mask.shape)}",
         f"with context = {split.size} a worker has {split.local} queries for {split.length} keys, and this mask does"
-        " not say what they see of the other workers' tokens",
-        f"pass is_causal=True, or a mask [..., {split.local} or {split.length}, {split.length}], and padding beside the"
+        " not cover the other workers' tokens",
+        f"pass is_causal=True, or a mask [..., {split.local} or {split.length}, {split.length}], and padding among the"
         " model's inputs",
     )

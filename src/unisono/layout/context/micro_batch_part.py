@@ -1,4 +1,4 @@
-"""A micro-batch on its way through one worker of a context group."""
+"""One worker's part of a micro-batch in a context group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def verify_sample(model: nn.Module, sample: Sample, size: int) -> str:
-    """Try `model` on parts of `sample`, and once more with padding where it is given a mask of ones. Returns why it
-    could not do with padding; empty where it can, or has no such mask.
+    """Verify `model` on parts of `sample`, and again with padding if it gets a mask of ones. Returns why it does not
+    support padding; empty if it does, or has no such mask.
 
     Raises:
         InvalidInput: see `verify`.
@@ -40,12 +40,13 @@ def verify_sample(model: nn.Module, sample: Sample, size: int) -> str:
 
 
 class MicroBatchPart:
-    """``with passage(batch, loss) as (part, part_of_loss):`` forward and backward of this worker's part of `batch`.
+    """``with micro_batch_part(batch, loss) as (part, part_loss):`` forward and backward of this worker's part of
+    `batch`.
 
     Args:
         mesh: the context group, one-dimensional.
-        sample: what the task makes of a batch.
-        without_padding: why the model can only have batches without; empty where it need not.
+        sample: how the task uses a batch.
+        without_padding: why the model supports no padding; empty if it does.
     """
 
     def __init__(self, mesh: DeviceMesh, sample: Sample, without_padding: str = "") -> None:
@@ -54,8 +55,8 @@ class MicroBatchPart:
 
     @contextmanager
     def __call__(self, batch: Any, loss: Loss) -> Iterator[tuple[Any, Loss]]:
-        """Raises `InvalidInput` where the batch's sequences cannot be cut, or have padding that the model cannot do
-        with."""
+        """Raises `InvalidInput` if the batch's sequences cannot be split, or have padding that the model does not
+        support."""
         split = SequenceSplit(sequence_length(batch), self._size)
         batch, keys = hide_padding(batch, self._sample.inputs, split.length)
         if keys is not None and self._without_padding:

@@ -1,7 +1,7 @@
-"""Padding of which a worker's part shows only some: attention is told of all of it, and the model of none.
+"""Padding in a split sequence: attention gets the whole mask, and the model sees none.
 
-A model that is given a padding mask of its own tokens cannot know where others have padding, and one whose tokens are
-all real may take another way than one that has some to hide.
+A model that gets the padding mask of its own tokens cannot know the padding of other parts. And if all tokens of a part
+are real, its code may take another branch than where some are masked.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from unisono.errors import InvalidInput
 from unisono.tensors.batch import Batch, mapped
 
-MASK_NAME = "attention_mask"  # as models of transformers call it
+MASK_NAME = "attention_mask"  # its name in transformers
 
 Inputs = Callable[[Batch], Any]
 
 
 def padding_mask(inputs: Any, length: int) -> Tensor | None:
-    """The mask ``[N, length]``, nonzero for tokens, among what a model is called with; None where it has none."""
+    """The mask ``[N, length]``, nonzero for tokens, among a model's arguments; None without one."""
     mask = inputs.get(MASK_NAME) if isinstance(inputs, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.shape[1:] == (length,) else None
 
 
 def hide_padding(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tensor | None]:
-    """`batch` with a mask of ones, and which tokens ``[N, length]`` are real; None where all are.
+    """`batch` with a mask of ones, and which tokens ``[N, length]`` are real; None if all are.
 
     Args:
-        inputs: what the model is called with, of a batch.
+        inputs: a batch to the model's arguments.
 
     Raises:
-        InvalidInput: the mask is no tensor of the batch.
+        InvalidInput: the mask is not a tensor of the batch.
     """
     mask = padding_mask(inputs(batch), length)
     if mask is None or bool(mask.bool().all()):
@@ -41,13 +41,13 @@ def hide_padding(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tens
     found = _replaced(batch, mask, torch.ones_like(mask))
     left = padding_mask(inputs(found), length)
     if left is not None and not bool(left.bool().all()):
-        problem = "with context above 1 a padding mask has to be part of the batch, and this one is computed"
-        raise InvalidInput(MASK_NAME, tuple(mask.shape), problem, "give the batch a mask [samples, tokens]")
+        problem = "with context above 1 a padding mask must be part of the batch, and this one is computed"
+        raise InvalidInput(MASK_NAME, tuple(mask.shape), problem, "add a mask [samples, tokens] to the batch")
     return found, mask.bool()
 
 
 def with_padding(batch: Batch, inputs: Inputs, length: int) -> Batch | None:
-    """`batch` with its first sample's last tokens taken for padding; None where it has some, or cannot be told."""
+    """`batch` with its first sample's last tokens marked as padding; None if it has padding already, or no mask."""
     mask = padding_mask(inputs(batch), length)
     if mask is None or length < 4 or not bool(mask.bool().all()):
         return None

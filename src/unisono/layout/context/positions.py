@@ -1,8 +1,8 @@
-"""Positions that a model makes for itself in `forward`, where they must be those of a worker's own tokens.
+"""Positions that a model computes in `forward`, corrected to those of a worker's own tokens.
 
-A model counts the tokens that it gets (``torch.arange(t)``) or takes as many rows of a table of positions
-(``table[:t]``). On a worker *t* is the local length, and both would begin at 0. What is done here is arithmetic on the
-arguments of such calls; that nothing else was meant by them is for `verify` to find out.
+A model counts its tokens (``torch.arange(t)``) or takes the first rows of a table of positions (``table[:t]``). On a
+worker *t* is the local length, and both would begin at 0. These functions correct the arguments of such calls. `verify`
+finds out whether the calls meant something else.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def arange(split: SequenceSplit, rank: int, *args: Any, **kwargs: Any) -> Tensor
 def diff(
     split: SequenceSplit, rank: int, input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> Tensor:
-    """``torch.diff``; of the local tokens' positions, their distance from the token before in the sequence, which is 1
-    where a worker's second chunk begins too. Models tell by it whether several sequences follow each other."""
+    """``torch.diff``; of the local tokens' positions, the distance from the previous token of the sequence, which is 1
+    also where a worker's second chunk begins. Models detect packed sequences by it."""
     found = torch.diff(input, n, dim, prepend, append)
     last = dim in (-1, input.dim() - 1) and input.shape[-1:] == (split.local,)
     if len(split.spans(rank)) == 2 and last and n == 1 and append is None and not input.is_floating_point():
@@ -42,13 +42,13 @@ def diff(
 
 
 def index(split: SequenceSplit, rank: int, table: Tensor, key: Any) -> Tensor:
-    """``table[key]``; where it takes the first rows, as many as local tokens, those of the local tokens.
+    """``table[key]``; where it takes as many first rows as there are local tokens, the rows of the local tokens.
 
-    Only of tensors that are no function of the tokens (weights, buffers, constants) and at least as long as the
-    sequence. Two such slices are a square mask: rows are the local tokens', columns all of the sequence.
+    Only for tensors that do not depend on tokens (weights, buffers, constants) and are at least as long as the
+    sequence. Two such slices are a square mask: rows of the local tokens, columns of the whole sequence.
 
     Raises:
-        InvalidInput: it takes as many rows as there are local tokens of a table that is shorter than the sequence.
+        InvalidInput: the table is shorter than the sequence, but longer than the local part.
     """
     entries = list(key) if isinstance(key, tuple) else [key]
     hits = _token_slices(split, table, entries) if _is_constant(table) else []
@@ -69,7 +69,7 @@ def narrow(split: SequenceSplit, rank: int, table: Tensor, dim: int, start: int,
 
 
 def _is_constant(table: Tensor) -> bool:
-    """Whether it is, or looks into, a weight or what has no gradient, so that no tokens went into it."""
+    """Whether it is, or is a view of, a tensor without gradient history, so that it does not depend on tokens."""
     source = table if table._base is None else table._base
     return source.grad_fn is None
 
@@ -91,7 +91,7 @@ def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, An
 
 
 def _token_slices(split: SequenceSplit, table: Tensor, entries: list[Any]) -> list[int]:
-    """Which entries of an index are slices of the first local-length rows of a dimension that has the sequence's."""
+    """Indices of the entries that slice the first local-length rows of a dimension as long as the sequence."""
     if not all(x is None or x is Ellipsis or isinstance(x, slice) or type(x) is int for x in entries):
         return []
     skipped = table.dim() - sum(x is not None and x is not Ellipsis for x in entries)
@@ -104,13 +104,13 @@ def _token_slices(split: SequenceSplit, table: Tensor, entries: list[Any]) -> li
 
 
 def _covers_sequence(table: Tensor, dim: int, split: SequenceSplit) -> bool:
-    """Whether `table` has a row for every token. A table with fewer than there are tokens, but more than a worker has,
-    would be one that the whole sequence does not fit into."""
+    """Whether `table` has a row for every token. Raises `InvalidInput` if it has more rows than local tokens, but fewer
+    than the sequence."""
     rows = table.shape[dim]
     if split.local < rows < split.length:
         raise InvalidInput(
             "sequence length", split.length, f"the model has a table of {rows} positions", f"cut sequences to {rows} "
-            "tokens, or give the model a longer table")  # fmt: skip
+            "tokens, or use a model with a longer table")  # fmt: skip
     return rows >= split.length
 
 

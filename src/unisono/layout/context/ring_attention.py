@@ -1,11 +1,11 @@
-"""Ring attention: keys and values go round, and no worker ever holds more than two peers' of them.
+"""Ring attention: keys and values are sent around a ring, so that no rank holds those of more than two ranks.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers"; results of blocks are merged by their log-sum-exp as in
-Milakov & Gimelshein 2018. Backward goes round once more, with the keys' and values' gradients travelling behind them.
+Milakov & Gimelshein 2018. Backward takes a second round, in which the gradients of keys and values follow them.
 
         worker 0        worker 1        worker 2
      k, v of 0  ──►  k, v of 0  ──►  k, v of 0        while a block is computed,
-     k, v of 2  ──►  ...                              the next one is on its way
+     k, v of 2  ──►  ...                              the next one is in flight
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Queries that look at some keys of one worker: rows of the local queries, and keys up to `stop`."""
+    """Local queries that attend to keys of one rank: their rows, and keys up to `stop`."""
 
     rows: slice
     stop: int
-    mask: Tensor | None  # [..., rows, stop], True or 0 where a query sees a key
+    mask: Tensor | None  # [..., rows, stop], True or 0 where a query attends to a key
 
 
 def ring(
@@ -41,7 +41,8 @@ def ring(
     split: SequenceSplit,
     peers: Peers,
 ) -> Tensor:
-    """Attention ``[..., local, value width]``; `mask` is ``[..., local or 1, length]`` and gets no gradient."""
+    """Collective: attention ``[..., local, value width]``; `mask` is ``[..., local or 1, length]`` and gets no
+    gradient."""
     plan = _Plan(mask, is_causal, scale, split, peers)
     attended: Tensor = _Ring.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
     return attended
@@ -68,14 +69,15 @@ class _Plan:
         return None if self.mask is None else self.split.part(self.mask, -1, peer)
 
     def rotate(self, packet: Tensor, visit: Callable[[int, Tensor], None]) -> None:
-        """Let `visit` see everybody's packet, the own one first; the next one travels meanwhile, the last is let go."""
+        """Collective: call `visit` with the packet of each rank, this one's first. The next packet is received
+        meanwhile, and each is freed after its visit."""
         n = self.peers.size
         for step in range(n):
-            coming = self.peers.ring_shift(packet) if step < n - 1 else None
+            pending = self.peers.ring_shift(packet) if step < n - 1 else None
             visit((self.peers.rank - step) % n, packet)
-            if coming is not None:
-                packet = coming.wait()
-                del coming
+            if pending is not None:
+                packet = pending.wait()
+                del pending
 
 
 class _Ring(torch.autograd.Function):
@@ -102,14 +104,14 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        # Backward may run inside `attending`, whose business this arithmetic is not.
+        # Backward may run inside `attending`, which must not redirect this arithmetic.
         with torch.autocast(query.device.type, enabled=False), torch._C.DisableTorchFunction():
             of_query = torch.zeros_like(query, dtype=lse.dtype)
             delta = (gradient.to(lse.dtype) * out).sum(-1)
-            behind: PendingTensor | None = None  # the gradients of the packet at hand, from those who had it before
+            following: PendingTensor | None = None  # the gradients of the current packet, from ranks that had it before
 
             def attend(peer: int, packet: Tensor) -> None:
-                nonlocal behind
+                nonlocal following
                 keys, values = _unpack(packet, key, value)
                 added = torch.zeros_like(packet, dtype=lse.dtype)
                 of_keys, of_values = _unpack(added, key, value)
@@ -117,11 +119,11 @@ class _Ring(torch.autograd.Function):
                     _backward(
                         gradient, query, keys, values, lse, delta, block, plan.scale, of_query, of_keys, of_values
                     )
-                behind = plan.peers.ring_shift(added if behind is None else added.add_(behind.wait()))
+                following = plan.peers.ring_shift(added if following is None else added.add_(following.wait()))
 
             plan.rotate(_pack(key, value), attend)
-            assert behind is not None
-            of_keys, of_values = _unpack(behind.wait(), key, value)
+            assert following is not None
+            of_keys, of_values = _unpack(following.wait(), key, value)
         return of_query.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None
 
 
@@ -134,7 +136,7 @@ def _unpack(packet: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, block: KeyBlock, scale: float) -> tuple[Tensor, Tensor]:
-    """What a block's queries make of its keys alone, and the log of the sum of the exponentials of their scores."""
+    """The attention of a block's queries to its keys alone, and the log-sum-exp of their scores."""
     scores = _scores(query, key, block, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - _finite(lse)[..., None]).exp_()
@@ -142,7 +144,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, block: KeyBlock, scale: 
 
 
 def _merge(out: Tensor, lse: Tensor, block: KeyBlock, new: Tensor, new_lse: Tensor) -> None:
-    """Take a block's result into `out`, each weighted by the exponentials behind it."""
+    """Merge a block's result into `out`, weighted by the sums of exponentials."""
     old = lse[..., block.rows]
     both = torch.logaddexp(old, new_lse)
     kept, added = (old - _finite(both)).exp(), (new_lse - _finite(both)).exp()
@@ -154,7 +156,7 @@ def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, block: KeyBlock,
     scale: float, of_query: Tensor, of_key: Tensor, of_value: Tensor,
 ) -> None:  # fmt: skip
-    """Add a block's part of the gradients to the last three (Dao et al. 2022, appendix B.4)."""
+    """Add a block's gradients to the last three tensors (Dao et al. 2022, appendix B.4)."""
     rows, stop, wide = block.rows, block.stop, lse.dtype
     weights = (_scores(query, key, block, scale) - _finite(lse[..., rows])[..., None]).exp_()
     outer = _fold(gradient[..., rows, :].to(wide), key)
@@ -179,17 +181,17 @@ def _scores(query: Tensor, key: Tensor, block: KeyBlock, scale: float) -> Tensor
 
 
 def _fold(x: Tensor, key: Tensor) -> Tensor:
-    """Queries whose heads share a head of keys, as more rows of that head ``[..., heads of keys, group * rows, E]``."""
+    """Queries whose heads share a key head, as more rows of that head ``[..., key heads, group * rows, E]``."""
     if key.dim() < 3 or x.shape[-3] == key.shape[-3]:
         return x
     return x.reshape(*x.shape[:-3], key.shape[-3], -1, x.shape[-1])
 
 
 def _unfold(x: Tensor, like: Tensor) -> Tensor:
-    """`_fold` undone: ``[..., heads, rows, E]`` with the heads and rows of `like` ``[..., heads, rows]``."""
+    """The inverse of `_fold`: ``[..., heads, rows, E]`` with the heads and rows of `like` ``[..., heads, rows]``."""
     return x.reshape(*like.shape, x.shape[-1])
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A query that sees nothing has a log-sum-exp of -inf, from which nothing can be subtracted."""
+    """Replace -inf, the log-sum-exp of a query that attends to no key, by 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

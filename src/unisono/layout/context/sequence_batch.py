@@ -1,16 +1,16 @@
-"""A worker's part of a micro-batch, and what it counts for.
+"""One worker's part of a micro-batch, and its weight in the loss.
 
-The contract, for whoever computes the step:
+The contract for the caller that computes a step:
 
-1. Every worker of the context group has the same whole micro-batch and takes its part: ``take(batch, split, rank)``.
-2. Every worker runs the model and the task's own loss on its part: the mean over its own counted tokens.
-3. It multiplies that loss by ``share(weight, batch, split, rank)`` (and by the micro-batch's own weight) before
-   backward. The shares of a group add up to 1, so losses **and gradients of the group add up** to those of the whole
-   micro-batch: sum them over the group, never average.
+1. Every rank of the context group has the same whole micro-batch and takes its part: ``take_part(batch, split, rank)``.
+2. Every rank runs the model and the task's own loss on its part: the mean over its own counted tokens.
+3. It multiplies that loss by ``loss_share(weight, batch, split, rank)`` (and by the micro-batch's own weight) before
+   backward. The shares of a group sum to 1, so losses **and gradients sum to** those of the whole micro-batch: sum them
+   over the group, never average.
 
-Where targets are masked (``ignore_index``) the parts of a micro-batch count unequally many tokens, and a mean of means
-is not the mean: the task's `weight` must then be the number of counted tokens. Where all tokens count, a weight that is
-a number of samples will do: each part has as many of those, and every share is ``1 / size``.
+Where targets are masked (``ignore_index``) the parts of a micro-batch have different numbers of counted tokens, and a
+mean of means is not the mean: the task's `weight` must then be the number of counted tokens. Where all tokens count, a
+weight that is a number of samples is enough: each part has the same number, and every share is ``1 / size``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def sequence_length(batch: Batch, dim: int = 1) -> int:
 
 
 def take_part(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
-    """The part of `batch` that belongs to worker `rank`, in the same nesting of tuples, lists and mappings.
+    """The part of `batch` of worker `rank`, in the same nesting of tuples, lists and mappings.
 
-    Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask
-    ``[N, heads or 1, length, length]``, the rows of the worker's tokens with all columns; everything else whole.
+    Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask ``[N, heads
+    or 1, length, length]``, the rows of the worker's tokens with all columns; everything else whole.
     """
 
     def cut(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def take_part(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Ba
 def loss_share(
     weight: Callable[[Batch], float] | None, batch: Batch, split: SequenceSplit, rank: int, dim: int = 1
 ) -> float:
-    """What worker `rank`'s loss counts for in the micro-batch's, from 0 to 1; over the group it adds up to 1.
+    """The weight of worker `rank`'s loss in the micro-batch's, from 0 to 1; the group's weights sum to 1.
 
     Args:
         weight: the task's own, a number of counted tokens or of samples; None counts every token alike.
@@ -75,8 +75,8 @@ def loss_share(
 def part_loss(loss: Callable[[Any, Batch], Tensor], output: Any, batch: Batch, share: float) -> Tensor:
     """`loss` of a worker's own tokens times its `share`, ready for backward.
 
-    A worker none of whose tokens counts has no mean to take (0 / 0), and must go through backward like the others,
-    whose tokens looked at its own: its loss is then a zero made of the output.
+    A worker without counted tokens has no mean (0 / 0), but must take part in backward, as other ranks' tokens attend
+    to its own: its loss is a zero computed from the output.
     """
     if share:
         return loss(output, batch) * share
@@ -85,7 +85,7 @@ def part_loss(loss: Callable[[Any, Batch], Tensor], output: Any, batch: Batch, s
 
 
 def with_positions(inputs: Batch, split: SequenceSplit, rank: int, name: str = "position_ids") -> Batch:
-    """Keyword inputs of a worker's part with its tokens' positions ``[1, local]`` added, unless given."""
+    """Keyword inputs of a worker's part with its tokens' positions ``[1, local]`` added, unless present."""
     if not isinstance(inputs, Mapping) or inputs.get(name) is not None:
         return inputs
     device = next((x.device for x in tensors(inputs)), None)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each worker has: arithmetic and slicing, nothing else."""
+"""Which tokens of a sequence each worker has: arithmetic and slicing only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Span = tuple[int, int]
 class SequenceSplit:
     """A sequence of `length` tokens over `size` workers.
 
-    Balanced: 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r, so that under a causal mask, where a
-    late token looks back on more than an early one, all workers have equally much to do. Else worker r has chunk r of
-    `size`. A worker's tokens keep their order in both.
+    Balanced: 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r. Under a causal mask, where later
+    tokens attend to more keys, all workers then have equal work. Else worker r has chunk r of `size`. A worker's tokens
+    keep their order in both cases.
 
     Args:
         length: tokens of the whole sequence.
         size: workers that share it.
-        balanced: two chunks for each worker rather than one.
+        balanced: two chunks for each worker instead of one.
 
     Raises:
         InvalidInput: the sequence cannot be cut into equal chunks.
@@ -37,7 +37,7 @@ class SequenceSplit:
     def __post_init__(self) -> None:
         if self.length < 1 or self.length % self.pieces:
             nearest = max(1, round(self.length / self.pieces)) * self.pieces
-            what = f"{self.pieces} chunks of one length" if self.pieces > 1 else "tokens"
+            what = f"{self.pieces} chunks of equal length" if self.pieces > 1 else "tokens"
             raise InvalidInput(
                 "sequence length",
                 self.length,
@@ -47,17 +47,17 @@ class SequenceSplit:
 
     @property
     def pieces(self) -> int:
-        """Chunks in all; the length is a multiple of them."""
+        """The number of all chunks, which divides the length."""
         return 2 * self.size if self.balanced and self.size > 1 else self.size
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return self.length // self.pieces
 
     @property
     def local(self) -> int:
-        """Tokens of a worker."""
+        """Tokens per worker."""
         return self.length // self.size
 
     def chunks(self, rank: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class SequenceSplit:
         return tuple((c * self.chunk, (c + 1) * self.chunk) for c in self.chunks(rank))
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Where each token of worker `rank` stands in the sequence, int64 (local,)."""
+        """The position of each token of worker `rank` in the sequence, int64 (local,)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans(rank)])
 
     def part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
@@ -78,7 +78,7 @@ class SequenceSplit:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole sequence along `dim`, of every worker's part of it, by rank."""
+        """The whole sequence along `dim`, from every worker's part, by rank."""
         pieces = {
             c: part.narrow(dim, i * self.chunk, self.chunk)
             for rank, part in enumerate(parts)
@@ -87,10 +87,10 @@ class SequenceSplit:
         return torch.cat([pieces[c] for c in sorted(pieces)], dim)
 
     def visible(self, rank: int, peer: int) -> Iterator[tuple[Span, int, bool]]:
-        """What the queries of `rank` see of the keys of `peer` under a causal mask, block by block.
+        """The keys of `peer` that the queries of `rank` attend to under a causal mask, block by block.
 
-        Yields a span of local queries, how many of the peer's keys (from its first) they see, and whether the last
-        chunk of those is seen only up to each query's own token. Blocks that nobody sees are left out.
+        Yields a span of local queries, the number of the peer's keys (from its first) that they attend to, and whether
+        the last chunk of those is visible only up to each query's own token. Empty blocks are omitted.
         """
         for i, mine in enumerate(self.chunks(rank)):
             seen = sum(theirs <= mine for theirs in self.chunks(peer))

@@ -1,6 +1,6 @@
-"""The members of a group as threads of one process: a model tried as if it were spread, without any network.
+"""The ranks of a group as threads of one process, to verify a split model without a network.
 
-One of them runs at a time, until it waits for the others or ends, and all draw the same random numbers.
+One thread runs at a time, until it waits for the others or ends, and all draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from unisono.layout.pipeline.rng_states import Generators
 
 
 class GroupMismatch(ValueError):
-    """Members did not exchange equally often; the message says which of them left the others waiting."""
+    """Ranks exchanged different numbers of tensors; the message names the ranks."""
 
 
 class ThreadedGroup:
-    """One of several `Peers` in one process. What is gathered stays in one graph, so that backward runs through all."""
+    """`Peers` of one rank among threads. Gathered tensors stay in one graph, so that backward runs through all
+    ranks."""
 
-    def __init__(self, rank: int, board: SharedExchange) -> None:
-        self.rank, self.size, self._shared = rank, board.size, board
+    def __init__(self, rank: int, shared: SharedExchange) -> None:
+        self.rank, self.size, self._shared = rank, shared.size, shared
         self._exchanges = 0
 
     def gather(self, mine: Tensor) -> Tensor:
         return torch.stack(self._exchange(mine))
 
     def ring_shift(self, mine: Tensor) -> PendingTensor:
-        """See `Peers`; gradients do not go this way."""
+        """Without gradients."""
         return Received(self._exchange(mine)[self.rank - 1].detach().clone())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
@@ -40,10 +41,10 @@ class ThreadedGroup:
 
 
 class SharedExchange:
-    """Where members put what they exchange. None of them waits for a member that has ended.
+    """The tensors that the threads exchange. No thread waits for one that has ended.
 
     Attributes:
-        turn: held by the member that runs.
+        lock: held by the thread that runs.
     """
 
     def __init__(self, size: int, generators: Generators) -> None:
@@ -53,10 +54,10 @@ class SharedExchange:
         self._ended: dict[int, Exception | None] = {}
 
     def exchange(self, rank: int, number: int, mine: Tensor) -> list[Tensor]:
-        """What all members gave in exchange `number`, by rank.
+        """Collective: the tensors of all ranks in exchange `number`, by rank.
 
         Raises:
-            Apart: a member has ended without it.
+            GroupMismatch: a rank has ended without it.
         """
         given = self._rounds.setdefault(number, {})
         given[rank] = mine
@@ -65,17 +66,17 @@ class SharedExchange:
         self.lock.wait_for(lambda: len(given) == self.size or self._ended.keys() - given.keys())
         self._generators.restore(drawn)
         if len(given) < self.size:
-            gone = min(self._ended.keys() - given.keys())
-            raise GroupMismatch(f"part {rank} exchanges keys and values once more than part {gone}")
+            ended = min(self._ended.keys() - given.keys())
+            raise GroupMismatch(f"part {rank} exchanges keys and values once more than part {ended}")
         return [given[each] for each in range(self.size)]
 
     def end(self, rank: int, error: Exception | None) -> None:
-        """The member exchanges nothing more."""
+        """Mark a rank as ended."""
         self._ended[rank] = error
         self.lock.notify_all()
 
     def check(self) -> None:
-        """Raise the first error that is not about what another member did."""
+        """Raise the first error; a `GroupMismatch`, which may only be a consequence, last."""
         errors = [error for error in self._ended.values() if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, GroupMismatch)):
             raise error
@@ -84,28 +85,28 @@ class SharedExchange:
 def run_members(
     size: int, member: Callable[[ThreadedGroup], Any], generators: Generators, drawn: Sequence[Tensor]
 ) -> list[Any]:
-    """What each of `size` members returns, by rank; the first error of any of them is raised.
+    """The results of `member` on each of `size` ranks, by rank; raises the first error of any rank.
 
     Args:
-        drawn: the states of `generators` with which each begins.
+        drawn: the states of `generators` in which each rank begins.
     """
-    board = SharedExchange(size, generators)
+    shared = SharedExchange(size, generators)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        with board.lock:
+        with shared.lock:
             generators.restore(drawn)
             try:
-                results[rank] = member(ThreadedGroup(rank, board))
+                results[rank] = member(ThreadedGroup(rank, shared))
             except Exception as error:
-                board.end(rank, error)
+                shared.end(rank, error)
             else:
-                board.end(rank, None)
+                shared.end(rank, None)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    board.check()
+    shared.check()
     return results

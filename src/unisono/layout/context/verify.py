@@ -1,4 +1,4 @@
-"""Does a model come out the same on parts of a sequence? Tried in one process, before anything is trained."""
+"""Verifies in one process, before training, that a model computes the same on parts of a sequence."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from unisono.tensors.batch import tensors
 
 LOG = logging.getLogger("unisono")
 Forward = Callable[[Any], Any]
-_TRIALS = 8  # with other weights each, where it is not known whether what the code asks for decides anything
+_TRIALS = 8  # with different weights, if the code reads values on which it may branch
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _CURE = (
-    "let forward take the positions of its tokens as an input (position_ids, as models of transformers do), and keep"
-    " what mixes tokens in scaled_dot_product_attention; or use context=1"
+    "let forward take the positions of its tokens as an input (position_ids, as in transformers), and mix tokens only"
+    " in scaled_dot_product_attention; or use context=1"
 )
 
 
@@ -44,48 +44,40 @@ def verify(
     forward: Forward | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     weight: Callable[[Any], float] | None = None,
-    dim: int = 1,
     inputs: Inputs = lambda batch: batch,
 ) -> None:
-    """Compare `model` on `sample` with `size` simulated workers that have a part of it each: outputs and gradients.
+    """Compare outputs and gradients of `model` on `sample` with those of `size` simulated workers on its parts.
 
-    Weights are disturbed for the while, so that tables that begin as zeros count, and dropout of activations is off.
-    Needs memory for the weights twice. Try it on lengths that will be trained on: a number in the model that happens
-    to be the local length can be taken for it.
+    Weights are temporarily perturbed, so that tables initialized with zeros count, and dropout of activations is off.
+    Needs memory for the weights twice. Use sequence lengths of the training data: a constant in the model that equals
+    the local length can be mistaken for it.
 
     Args:
-        model: whole and plain, before it is wrapped or cut.
-        sample: a batch; the model is called with it, or with what `forward` makes of it.
+        model: whole and plain, before it is wrapped or split.
+        sample: a batch; the model is called with it, or by `forward`.
         forward: ``forward(batch)``, the model's output; default: a tuple's elements are arguments, a mapping's keys.
-        loss: the task's; if given, the parts' losses are compared with the whole's as well.
-        weight: the task's, see `share`.
-        dim: the dimension of the batch's tensors that is the sequence.
-        inputs: what the model is called with, of a batch: a padding mask in it (``attention_mask`` of models of
-            transformers) is hidden from the model on parts, and told to its attention.
+        loss: the task's; if given, the sum of the parts' losses is compared with the whole's as well.
+        weight: the task's, see `loss_share`.
+        inputs: a batch to the model's arguments: a padding mask among them (``attention_mask`` in transformers) is
+            hidden from the model on parts, and passed to its attention.
 
     Raises:
-        InvalidInput: it differs; names the first module that does, and what to do.
+        InvalidInput: they differ; names the first module that does, and a remedy.
     """
-    split = SequenceSplit(sequence_length(sample, dim), size, balanced)
+    split = SequenceSplit(sequence_length(sample), size, balanced)
     run = forward or (lambda batch: _call(model, batch))
-    trial = _SplitComparison(model, sample, split, run, loss, weight, dim, inputs)
+    trial = _SplitComparison(model, sample, split, run, loss, weight, inputs)
     for seed in range(_TRIALS):
-        with _perturbed(model, seed), _NoDropout():
-            try:
-                found = trial.difference()
-            except InvalidInput:
-                raise
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                found = f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+        found = trial.difference_with_noise(seed)
         if found:
             raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
         if not trial.reads_values:
             return
-    if not trial.same_decisions:  # what is asked for differs between parts, and what is computed does not
+    if not trial.same_decisions:  # decisions differ between parts, and results do not
         return
     LOG.warning(
-        "%s asks for numbers that it computes. On %d trials a part of a sequence gave the same answers as all of it; "
-        "where one does not, what is computed is not what one worker computes",
+        "%s branches on values that it computes. In %d trials, parts of a sequence took the branches of the whole; "
+        "a part that takes another one computes a different result than one worker",
         type(model).__name__,
         _TRIALS,
     )
@@ -93,11 +85,11 @@ def verify(
 
 @dataclass
 class _SplitComparison:
-    """What `verify` was given.
+    """The arguments of `verify`, and its observations.
 
     Attributes:
-        asks: whether code asked for numbers that it computed.
-        alike: whether parts gave the answers of the whole sequence.
+        reads_values: whether the code reads values that it computes.
+        same_decisions: whether the code made the same decisions on all parts as on the whole sequence.
     """
 
     model: nn.Module
@@ -106,16 +98,25 @@ class _SplitComparison:
     run: Forward
     loss: Any
     weight: Any
-    dim: int
     inputs: Inputs
     reads_values: bool = False
     same_decisions: bool = False
 
+    def difference_with_noise(self, seed: int) -> str | None:
+        """A description of the difference with perturbed weights and without dropout; None without one."""
+        with _perturbed(self.model, seed), _NoDropout():
+            try:
+                return self.difference()
+            except InvalidInput:
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                return f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+
     def difference(self) -> str | None:
-        """What differs, in words; None if nothing does."""
+        """A description of the difference; None without one."""
         split, model = self.split, self.model
         sample, keys = hide_padding(self.sample, self.inputs, split.length)
-        parts = [take_part(sample, split, r, self.dim) for r in range(split.size)]
+        parts = [take_part(sample, split, r) for r in range(split.size)]
         idents, asked = [0] * split.size, [DataDependence(model.parameters()) for _ in range(split.size + 1)]
 
         def member(peers: ThreadedGroup) -> Any:
@@ -132,13 +133,13 @@ class _SplitComparison:
         self.same_decisions = all(each.decisions == asked[-1].decisions for each in asked)
         self.reads_values = bool(asked[-1].answers)
         differs = _first_module(notes[threading.get_ident()], [notes[i] for i in idents], split)
-        joined = [_join(pieces, of, split, self.dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
+        joined = [_join(pieces, of, split, 1) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
         if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
             return f"the output differs{differs}"
         if self.loss is None:
             goal, goals = _weighted_sum(list(tensors(output))), _weighted_sum([x for x in joined if x is not None])
         else:
-            shares = [loss_share(self.weight, sample, split, r, self.dim) for r in range(split.size)]
+            shares = [loss_share(self.weight, sample, split, r) for r in range(split.size)]
             goal = self.loss(output, self.sample)
             goals = torch.stack([part_loss(self.loss, *of) for of in zip(outputs, parts, shares)]).sum()
             if not _close(goals, goal):
@@ -172,7 +173,7 @@ def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], s
 
 
 def _join(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) -> Tensor | None:
-    """The parts as a whole of the shape wanted; None where they are no parts along `dim`."""
+    """The parts joined to the shape of `want`; None if they are not parts along `dim`."""
     cut = (*want.shape[:dim], split.local, *want.shape[dim + 1 :])
     if want.dim() <= dim or want.shape[dim] != split.length or any(piece.shape != cut for piece in pieces):
         return None
@@ -180,7 +181,7 @@ def _join(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) ->
 
 
 def _weighted_sum(outputs: list[Tensor]) -> Tensor:
-    """A number in which every output counts differently."""
+    """A scalar in which every output element has a different weight."""
     floating = [x for x in outputs if x.is_floating_point() and x.requires_grad]
     generator = torch.Generator().manual_seed(1)
     return torch.stack([
@@ -189,7 +190,7 @@ def _weighted_sum(outputs: list[Tensor]) -> Tensor:
 
 
 def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
-    """Equal within what another order of sums changes, by the size of what is wanted."""
+    """Whether they are equal up to rounding in another order of summation, relative to the size of `want`."""
     if not want.is_floating_point():
         return bool((got == want).all())
     rough = 5e-2 if want.dtype in (torch.bfloat16, torch.float16) else 1e-4
@@ -200,7 +201,7 @@ def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
 
 @contextmanager
 def _module_outputs(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """What every module gave first, by thread and by name, in the order in which they finished."""
+    """The first output of each module, by thread and by name, in order of completion."""
     notes: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def note(name: str) -> Callable[..., None]:
@@ -220,7 +221,7 @@ def _module_outputs(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
 
 @contextmanager
 def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
-    """Add some noise to the weights; they and the buffers come back bit by bit."""
+    """Add noise to the weights; restores weights and buffers bit by bit."""
     generator = torch.Generator().manual_seed(seed)
     weights = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
     buffers = [(b, b.clone()) for b in model.buffers()]
@@ -236,7 +237,7 @@ def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """No dropout of activations."""
+    """Disables dropout of activations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DROPOUTS:

@@ -1,4 +1,4 @@
-"""Models that exist first as shapes and then, part by part, with the bits that they have when built at once."""
+"""Models that are built as shapes first and then, tensor by tensor, get the bits of an ordinary build."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Keep = Callable[[str, Tensor], Tensor | None]
 
 
 class DeferredModel(ABC):
-    """A model whose parameters and buffers are on the meta device until they are asked for.
+    """A model whose parameters and buffers are on the meta device until they are materialized.
 
     Args:
         model: the user's module; shapes, dtypes, strides and ties are those of an ordinary build.
-        why: why it had to be built at once after all; empty where it could be put off.
+        why: why the build could not be deferred; empty if it could.
     """
 
     def __init__(self, model: nn.Module, why: str = "") -> None:
@@ -42,20 +42,20 @@ class DeferredModel(ABC):
 
     @property
     def whole(self) -> bool:
-        """Whether the model was built at once, and lies in memory until it is materialised."""
+        """Whether the model was built at once, and is in memory until it is materialized."""
         return bool(self.why)
 
     @abstractmethod
     def materialize(self, keep: Keep) -> dict[str, Tensor]:
-        """Compute one parameter or buffer after the other and keep what `keep` returns.
+        """Compute one parameter or buffer after the other and store the results of `keep`.
 
-        The global generator ends in the state in which an ordinary build leaves it. Tensors that modules hold
-        beside parameters and buffers are put in their place, whole.
+        The global generator ends in the state of an ordinary build. Tensors that modules hold besides parameters and
+        buffers are restored whole.
 
         Args:
-            keep: called once with the name (the first, where tied) and the finished whole tensor of every
-                parameter and buffer, in no particular order; returns what stays, or None. It must draw no
-                random numbers. The tensor is freed after the call, unless all of it is returned.
+            keep: called once with the name (the first, where tied) and the whole tensor of every parameter and buffer,
+                in no particular order; returns what to keep, or None. It must not draw random numbers. The tensor is
+                freed after the call, unless all of it is returned.
 
         Returns:
             What was kept, by name, in the model's order.
@@ -65,8 +65,8 @@ class DeferredModel(ABC):
 def record(build: Callable[[], nn.Module]) -> DeferredModel:
     """Run `build` without memory for its tensors.
 
-    The global generators are as before afterwards. Where the model cannot be put off, `build` is called once more,
-    for real, with the same random states.
+    Restores the global generators. If the build cannot be deferred, `build` is called again, on real memory, with the
+    same random states.
 
     Raises:
         InvalidInput: what `build` returns is not a module, or has parameters without values.
@@ -82,8 +82,8 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
     except InvalidInput:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        why = recorder.refusal or f"building it without memory failed ({said})"
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = recorder.refusal or f"building it without memory failed ({first_line})"
     else:
         why = recorder.refusal
     random.setstate(python)
@@ -96,7 +96,7 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
 
 
 class _RecordedModel(DeferredModel):
-    """Nothing but a tape."""
+    """A model that exists as a tape only."""
 
     def __init__(self, model: nn.Module, recorder: TapeRecorder) -> None:
         super().__init__(model)
@@ -142,7 +142,7 @@ class _MaterializedModel(DeferredModel):
         for name, tensor in named_tensors(model):
             if tensor.is_meta:
                 problem = "it is on the meta device after the build, so it has no values"
-                raise InvalidInput("model", name, problem, "build it on the CPU; building is put off without that")
+                raise InvalidInput("model", name, problem, "build it on the CPU; the build is deferred in any case")
 
     def materialize(self, keep: Keep) -> dict[str, Tensor]:
         slots, kept = Slots(self.model), dict[str, Tensor]()
@@ -165,7 +165,7 @@ def _keep(kept: dict[str, Tensor], name: str, whole: Tensor, keep: Keep) -> None
 
 def _checked(built: object) -> nn.Module:
     if not isinstance(built, nn.Module):
-        raise InvalidInput("model", built, "not a torch.nn.Module", "give a function that returns one")
+        raise InvalidInput("model", built, "not a torch.nn.Module", "pass a function that returns one")
     model: nn.Module = built
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):

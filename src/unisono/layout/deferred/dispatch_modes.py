@@ -1,4 +1,4 @@
-"""While the user's function builds, every call that it makes on tensors is heard."""
+"""Dispatch modes that pass every tensor operation of a model's construction to the recorder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.layout.deferred.recorder import TapeRecorder
 
 @contextmanager
 def recording(recorder: TapeRecorder) -> Iterator[None]:
-    """Everything that this thread does with tensors goes to the recorder."""
+    """Pass all tensor operations of this thread to the recorder."""
     try:
         with _AttributeMode(recorder), _OperatorMode(recorder):
             yield
@@ -25,7 +25,7 @@ def recording(recorder: TapeRecorder) -> Iterator[None]:
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Hears of every operator, below autograd."""
+    """Passes on every operator, below autograd."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class _OperatorMode(TorchDispatchMode):
 
 
 class _AttributeMode(TorchFunctionMode):
-    """Answers for stand-ins what no operator is asked about."""
+    """Answers for placeholders what does not reach an operator, such as their device."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _AttributeMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
-            recorder.refuse("it places tensors on the meta device itself")
+            recorder.refuse("its own code creates tensors on the meta device")
         if func not in _SHARING:
             return func(*args, **kwargs)
         recorder.sharing = True
@@ -73,7 +73,7 @@ def _to(recorder: TapeRecorder, tensor: Tensor, *args: Any, copy: bool = False, 
 def _array(recorder: TapeRecorder, tensor: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     with _disable_current_modes():
         array = recorder.read(tensor)[0].numpy()
-    array.setflags(write=False)  # what is written into it would not reach the tensor
+    array.setflags(write=False)  # writes would not reach the tensor
     return array if dtype is None else array.astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the recorder has to know about torch's operators."""
+"""Traits of torch's operators that the recorder needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# they overwrite every element of their first argument without looking at it, with as many draws as it has elements
+# overwrite every element of their first argument without reading it, with as many draws as it has elements
 _FILLS = {
     "aten::" + name
     for name in (
@@ -26,7 +26,7 @@ _FILLS = {
         *("log_normal_", "cauchy_"),
     )
 }
-# they look at shape, strides and dtype of their first argument only
+# read only shape, strides and dtype of their first argument
 _GEOMETRY_ONLY = {
     "aten::" + name
     for name in (
@@ -39,17 +39,17 @@ _EXOTIC = ("sparse", "mkldnn", "quantize", "nested")
 
 @dataclass(frozen=True)
 class Traits:
-    """What matters of an operator.
+    """Traits of an operator.
 
     Args:
         written: positions and keywords of arguments that it writes to.
         draws: it takes random numbers.
-        fills: what it writes to, it overwrites wholly.
-        outline: of its first argument only the geometry counts.
-        restrides: it changes where a tensor lies, and no content.
-        unforeseen: its result, or the shape of it, depends on content.
+        fills: it overwrites all of what it writes to.
+        geometry_only: of its first argument it reads only the geometry.
+        changes_view: it changes shape, strides or offset of a tensor in place, but no content.
+        data_dependent: its result, or the result's shape, depends on content.
         has_device: it takes a device.
-        strided: it knows only tensors that are plain memory.
+        strided: it accepts strided tensors only.
     """
 
     written: frozenset[int | str]

@@ -1,4 +1,4 @@
-"""What operators do to memory is foreseen on the meta device and written down."""
+"""Records a model's construction: operators run on the meta device, and their effects on memory go to a tape."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from unisono.layout.deferred.rng_draws import GeneratorTracker
 from unisono.layout.deferred.tape import Draw, GeometryOnly, Tape, TapeOperation, TensorView, leaves, map_leaves
 from unisono.layout.deferred.tensor_slots import empty_on_meta
 
-_SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
+_SMALL_BYTES = 1 << 16  # contents up to this size are kept after a read, to avoid computing them again
 _CPU = torch.device("cpu")
 
 
 class NotDeferrable(Exception):
-    """This build cannot be put off; the message says why."""
+    """This build cannot be deferred; the message gives the reason."""
 
 
 class TapeRecorder:
-    """Gives out tensors on the meta device that pass for tensors on the CPU, and writes a tape."""
+    """Creates meta placeholders that appear to be on the CPU, and writes a tape of their operations."""
 
     def __init__(self) -> None:
         self.tape = Tape()
         self.ends: dict[torch.Generator, Tensor | int] = {}
         self.refusal = ""
         self.sharing = False
-        self._numbers: dict[int, int] = {}  # of storages, by their address
-        self._external: set[int] = set()  # numbers of stand-ins for memory that others see too
+        self._numbers: dict[int, int] = {}  # of storages on the tape, by address
+        self._external: set[int] = set()  # numbers of placeholders for memory that exists outside of the model
         self._draws = GeneratorTracker()
 
     def close(self) -> None:
-        """Put the generators back to where they were; nothing is recorded any more."""
+        """Restore the generators; nothing is recorded any more."""
         self.ends = self._draws.close()
 
     def refuse(self, why: str) -> NoReturn:
-        """Give up, even where the user's code catches all errors."""
+        """Give up, even if the user's code catches all errors."""
         self.refusal = self.refusal or why
         raise NotDeferrable(why)
 
     def view_of(self, tensor: Tensor) -> TensorView | None:
-        """Where a tensor lies, or None for one that is not of this recording."""
+        """The view of a recorded tensor; None for any other tensor."""
         if tensor.layout is not torch.strided or tensor.device.type != "meta":
             return None
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return None if number is None else TensorView.of(tensor, number)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
-        """The present content of stand-ins, computed now; no mode hears of it."""
+        """The current content of placeholders, computed now, outside of all modes."""
         places = [place for tensor in tensors if (place := self.view_of(tensor)) is not None]
         wanted = {place.storage for place in places}
         contents: dict[int, UntypedStorage] = {}
         ends = last_draws(self.tape, wanted)
-        stand_ins = {generator: generator.get_state() for generator in ends}
+        states = {generator: generator.get_state() for generator in ends}
         with _disable_current_modes():
             replay(self.tape, wanted, ends, contents.__setitem__)
             for generator, end in ends.items():
                 if isinstance(end, int):
                     self.tape.states[end] = generator.get_state()
-                generator.set_state(stand_ins[generator])
+                generator.set_state(states[generator])
             for number, content in contents.items():
                 if content.nbytes() <= _SMALL_BYTES:
                     self.tape.add_content(number, content.clone())
             return [place.on(contents[place.storage]) for place in places]
 
     def run_operator(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do on the meta device what was asked for, and write it down."""
+        """Run an operator on the meta device and record it."""
         if operator is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
             return self.meta_placeholder(args[0], outside=self.sharing)
         trait = traits(operator)
         if not trait.strided or kwargs.get("layout") not in (None, torch.strided):
-            self.refuse(f"{operator} makes a tensor that is not plain memory")
+            self.refuse(f"{operator} makes a tensor that is not strided")
         if trait.changes_view:
             return operator(*args, **kwargs)
         self.check_device(kwargs.get("device"))
@@ -84,30 +84,30 @@ class TapeRecorder:
         return result
 
     def _infer_result(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on the meta device; where that cannot tell, from real content."""
+        """The result on the meta device; computed from real content if the operator depends on it."""
         if not trait.data_dependent:
-            elsewhere = {key: None if key in ("generator", "pin_memory") else kwargs[key] for key in kwargs}
+            on_meta = {key: None if key in ("generator", "pin_memory") else kwargs[key] for key in kwargs}
             if trait.has_device:
-                elsewhere["device"] = "meta"
+                on_meta["device"] = "meta"
             try:
-                return operator(*args, **elsewhere)
+                return operator(*args, **on_meta)
             except (NotImplementedError, RuntimeError) as error:
                 if trait.draws:
-                    self.refuse(f"{operator} draws random numbers and cannot be put off: {error}")
-        ghosts = list(leaves((args, kwargs), Tensor))
-        reals = dict(zip(map(id, ghosts), self.read(*ghosts), strict=True))
+                    self.refuse(f"{operator} draws random numbers and cannot be deferred: {error}")
+        placeholders = list(leaves((args, kwargs), Tensor))
+        reals = dict(zip(map(id, placeholders), self.read(*placeholders), strict=True))
         real = lambda value: reals[id(value)] if isinstance(value, Tensor) else value
         here = {"device": _CPU} if trait.has_device else {}
         with torch.no_grad():
             result = operator(*map_leaves(args, real), **map_leaves(kwargs, real) | here)
-        known = {id(reals[id(ghost)]): ghost for ghost in ghosts}
+        known = {id(reals[id(placeholder)]): placeholder for placeholder in placeholders}
 
-        def ghost_of(value: Any) -> Any:
+        def placeholder_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return known[id(value)] if id(value) in known else empty_on_meta(value)
 
-        return map_leaves(result, ghost_of)
+        return map_leaves(result, placeholder_of)
 
     def _append(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         fresh = tuple(self._new_view(tensor) for tensor in leaves(result, Tensor))
@@ -123,7 +123,7 @@ class TapeRecorder:
                 if not (trait.geometry_only and key == 0):
                     reads.add(place.storage)
         if writes & self._external:
-            self.refuse(f"{operator} writes to memory that is not the model's alone")
+            self.refuse(f"{operator} writes to memory outside of the model")
         if not writes and not trait.draws:
             return
         draw = self._draw(kwargs.get("generator")) if trait.draws else None
@@ -150,7 +150,7 @@ class TapeRecorder:
         return Draw(generator, self._draws.draw(generator, len(self.tape.operations)))
 
     def _new_view(self, tensor: Tensor) -> TensorView | None:
-        """The place of a tensor in new memory."""
+        """The view of a tensor in new memory; None in known memory."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
             return None
@@ -158,7 +158,7 @@ class TapeRecorder:
         return TensorView.of(tensor, self._numbers[storage._cdata])
 
     def _meta_argument(self, value: Any) -> Any:
-        """What stands in for an argument on the meta device."""
+        """The placeholder of an argument on the meta device."""
         if not isinstance(value, Tensor):
             return value
         plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -168,13 +168,13 @@ class TapeRecorder:
             self.refuse("it uses a lazily conjugated or negated tensor")
         if value.device.type == "meta":
             if value.untyped_storage()._cdata not in self._numbers:
-                self.refuse("it uses a tensor that was on the meta device before")
+                self.refuse("it uses a meta tensor from before the build")
             return value
         self.check_device(value.device)
         return self.meta_placeholder(value, outside=True)
 
     def meta_placeholder(self, real: Tensor, outside: bool) -> Tensor:
-        """A tensor on the meta device whose content is that of a real one."""
+        """A tensor on the meta device with the content of a real one."""
         storage = real.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
@@ -187,6 +187,6 @@ class TapeRecorder:
 
     def check_device(self, device: Any) -> None:
         """Refuse any device but the CPU."""
-        # questions about devices are answered with the CPU, but torch's own code sees that it is meta
+        # the device attribute reports the CPU, but torch's own code sees the meta device
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             self.refuse(f"it places tensors on {device}")

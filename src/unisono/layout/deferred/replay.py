@@ -1,4 +1,4 @@
-"""A tape is played on real memory."""
+"""Replays a tape on real memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Ends = Mapping[torch.Generator, Tensor | int]
 
 
 def replay(tape: Tape, wanted: Iterable[int], ends: Ends, release: Callable[[int, UntypedStorage], None]) -> None:
-    """Play what the final content of `wanted` takes, each storage living only from its first to its last use.
+    """Replay the operations that the final content of `wanted` needs. A storage is in memory only from its first to its
+    last use.
 
     Args:
-        tape: what was done.
+        tape: the recorded operations.
         wanted: numbers of storages.
-        ends: generators and the states, or the draws after which they, are left behind.
-        release: called once with each wanted storage and its finished content, just before it is let go.
+        ends: final states of generators, or the draws after which to leave them.
+        release: called once with each wanted storage and its final content, just before it is freed.
     """
     wanted = frozenset(wanted)
     work = needed(tape, wanted, (end for end in ends.values() if isinstance(end, int)))
@@ -44,13 +45,13 @@ def replay(tape: Tape, wanted: Iterable[int], ends: Ends, release: Callable[[int
 
 
 def last_draws(tape: Tape, wanted: Iterable[int]) -> dict[torch.Generator, Tensor | int]:
-    """The last draw from every generator that the content of `wanted` takes."""
+    """The last draw from each generator that the content of `wanted` needs."""
     draws = ((number, tape.operations[number].draw) for number in sorted(needed(tape, wanted, ()).drawn))
     return {draw.generator: number for number, draw in draws if draw is not None}
 
 
 class _Replayer:
-    """The memory while a tape is played."""
+    """The storages and generator states during a replay."""
 
     def __init__(self, tape: Tape, remembered: set[int]) -> None:
         self.storages: dict[int, UntypedStorage] = {}
@@ -60,7 +61,7 @@ class _Replayer:
         self._at: dict[torch.Generator, int] = {}
 
     def run(self, number: int, live: bool) -> None:
-        """Call one operation; where it is not `live`, only for what it does to the generator."""
+        """Run one operation; if it is not `live`, only for its effect on the generator."""
         operation = self._tape.operations[number]
         if operation.draw is not None:
             self.set_generator(operation.draw.generator, operation.draw.start)
@@ -79,7 +80,7 @@ class _Replayer:
                     self._store(place, tensor, inputs)
 
     def set_generator(self, generator: torch.Generator, state: Tensor | int) -> None:
-        """Bring the generator into a state, or into that after a draw."""
+        """Set the generator to a state, or to the state after a draw."""
         if isinstance(state, Tensor):
             generator.set_state(state)
         elif self._at.get(generator) != state:
@@ -96,11 +97,11 @@ class _Replayer:
         return self.storages[number]
 
     def _store(self, place: TensorView, tensor: Tensor, inputs: set[int]) -> None:
-        """Take a returned tensor's memory over where it lies as the meta device foretold; else copy."""
+        """Adopt a returned tensor's memory if its view is as inferred on the meta device; else copy."""
         storage = tensor.untyped_storage()
         assert (tensor.device.type, tensor.dtype, tensor.size()) == ("cpu", place.dtype, place.size)
-        as_foretold = (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset)
-        if as_foretold and place.storage not in self.storages and storage._cdata not in inputs:
+        as_inferred = (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset)
+        if as_inferred and place.storage not in self.storages and storage._cdata not in inputs:
             if storage.nbytes() < (nbytes := self._tape.storages[place.storage].nbytes()):
                 storage.resize_(nbytes)
             self.storages[place.storage] = storage
@@ -119,7 +120,7 @@ def _touched(operation: TapeOperation) -> frozenset[int]:
 
 
 def _states_to_keep(tape: Tape, drawn: set[int], ends: Ends) -> set[int]:
-    """The draws whose state somebody comes back to after other draws from the same generator."""
+    """The draws after which the generator's state is needed again after other draws."""
     remembered: set[int] = set()
     at: dict[torch.Generator, int] = {}
     for number, draw in (

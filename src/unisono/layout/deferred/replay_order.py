@@ -1,4 +1,4 @@
-"""Which operations of a tape are needed, and in which order they hold the least memory."""
+"""Which operations of a tape are needed, and an order of them with little memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class NeededOperations:
     """Operations by number.
 
     Args:
-        live: those whose results are needed.
-        drawn: those that must draw their random numbers, whether or not anybody needs the numbers.
+        live: operations whose results are needed.
+        drawn: operations that must draw their random numbers, whether or not the numbers are needed.
     """
 
     live: set[int]
@@ -23,7 +23,7 @@ class NeededOperations:
 
 
 def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededOperations:
-    """What the final content of `storages` and the generators' states after the draws `after` take."""
+    """The operations for the final content of `storages` and for the generators' states after the draws `after`."""
     live: set[int] = set()
     drawn: set[int] = set()
     values = [(storage, len(tape.operations)) for storage in storages]
@@ -38,7 +38,7 @@ def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededO
             if draw is not None and isinstance(draw.start, int) and draw.start not in tape.states:
                 draws.append(draw.start)
             if not tape.operations[number].reads:
-                continue  # how much it draws depends on no tensor: it can draw into the void
+                continue  # the number of draws depends on no tensor, so a blank result is enough
         else:
             storage, before = values.pop()
             writer = tape.last_writer(storage, before)
@@ -56,11 +56,11 @@ def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededO
 def schedule(tape: Tape, work: NeededOperations, wanted: Iterable[int]) -> list[int]:
     """All operations of `work` in an order that gives the same bits as the recorded one.
 
-    Draws keep their order. Everything else waits until something needs it; a wanted storage is finished as soon as
-    the last draw that it depends on is done, however much later the build came back to it.
+    Draws keep their order. All other operations run when something needs them. A wanted storage is final directly after
+    the last draw that it depends on, even if the build wrote to it much later.
     """
     parents = _parents(tape, work.live)
-    clock: dict[int, int] = {}  # the last draw that has to be done before
+    clock: dict[int, int] = {}  # the last draw that must precede the operation
     for number in sorted(work.live | work.drawn):
         waits = (clock[parent] for parent in parents.get(number, ()))
         clock[number] = number if number in work.drawn else max(waits, default=-1)
@@ -77,7 +77,7 @@ def schedule(tape: Tape, work: NeededOperations, wanted: Iterable[int]) -> list[
 
 
 def _missing(goal: Iterable[int], parents: dict[int, set[int]], done: set[int]) -> list[int]:
-    """What `goal` takes and is not done yet; from here on it counts as done."""
+    """The operations that `goal` needs and that are not in `done`; adds them to `done`."""
     found, stack = [], list(goal)
     while stack:
         number = stack.pop()
@@ -89,7 +89,8 @@ def _missing(goal: Iterable[int], parents: dict[int, set[int]], done: set[int]) 
 
 
 def _parents(tape: Tape, live: set[int]) -> dict[int, set[int]]:
-    """For every live operation those that must come before it: who wrote what it reads, who read what it overwrites."""
+    """For each live operation, its predecessors: the writers of what it reads, and the readers of what it
+    overwrites."""
     parents: dict[int, set[int]] = {}
     writer: dict[int, int] = {}
     readers: dict[int, set[int]] = defaultdict(set)

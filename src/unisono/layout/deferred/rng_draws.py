@@ -1,4 +1,4 @@
-"""Where generators stand while nothing is drawn from them in earnest."""
+"""Tracks the positions of random generators while nothing is really drawn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import hashlib
 import torch
 from torch import Tensor
 
-_SEED_BYTES = 24  # a CPU generator's state begins with its seed and counters; words of 8 bytes (4 used) follow
+_SEED_BYTES = 24  # a CPU generator's state begins with seed and counters; words of 8 bytes (4 used) follow
 
 
 class GeneratorTracker:
-    """Gives generators a state of its own after every draw, so that seeding, saving and restoring are seen.
+    """Gives generators a distinct state after every draw, so that seeding, saving and restoring can be detected.
 
-    Nothing tells when the user's code calls ``torch.manual_seed`` or puts a saved state back. But a state that
-    stands for "after draw 7" is found again wherever it comes back, and any other state was set from outside.
+    No hook exists for ``torch.manual_seed`` or for setting a saved state. But a state that represents "after draw 7" is
+    recognized wherever it recurs, and any other state was set from outside.
     """
 
     def __init__(self) -> None:
@@ -23,33 +23,33 @@ class GeneratorTracker:
         self.watch(torch.default_generator)
 
     def watch(self, generator: torch.Generator) -> None:
-        """Keep the state in which the generator is found first."""
+        """Save the state in which the generator is first seen."""
         self._before.setdefault(generator, generator.get_state())
 
     def current(self, generator: torch.Generator) -> Tensor | int:
-        """The generator's state, or the draw after which it is."""
+        """The generator's state, or the draw that it represents."""
         state = generator.get_state()
         return self._names.get(_digest(state), state)
 
     def draw(self, generator: torch.Generator, number: int) -> Tensor | int:
-        """Where the generator is before draw `number`; from here on it is after that.
+        """The position before draw `number`; the generator then represents the one after it.
 
         Raises:
-            RuntimeError: the generator does not take the state that stands for the draw.
+            RuntimeError: the generator does not accept the state that represents the draw.
         """
         self.watch(generator)
-        here = self.current(generator)
-        stand_in = generator.get_state()
-        words = stand_in[_SEED_BYTES:].view(torch.int64)  # (624 or more,)
+        before = self.current(generator)
+        marked = generator.get_state()
+        words = marked[_SEED_BYTES:].view(torch.int64)  # (624 or more,)
         words[1], words[2] = number & 0xFFFFFFFF, ~number & 0xFFFFFFFF
-        generator.set_state(stand_in)
-        if not torch.equal(generator.get_state(), stand_in):
+        generator.set_state(marked)
+        if not torch.equal(generator.get_state(), marked):
             raise RuntimeError("the generator's state has a layout that is not known here")
-        self._names[_digest(stand_in)] = number
-        return here
+        self._names[_digest(marked)] = number
+        return before
 
     def close(self) -> dict[torch.Generator, Tensor | int]:
-        """Put every generator that was seen back to where it was found; returns where they were now."""
+        """Restore every generator that was seen; returns their final positions."""
         ends = {generator: self.current(generator) for generator in self._before}
         for generator, state in self._before.items():
             generator.set_state(state)

@@ -1,4 +1,4 @@
-"""What a build did to memory, as values: operations between storages, with nothing in them yet."""
+"""The effects of a model's construction on memory, as values: operations between storages without content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where a tensor lies: in which storage (its number on the tape), with strides and offset in elements."""
+    """A tensor as a view of a storage (its number on the tape), with strides and offset in elements."""
 
     storage: int
     dtype: torch.dtype
@@ -23,20 +23,20 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> TensorView:
-        """The place of `tensor`, whose storage has this number."""
+        """The view `tensor`, whose storage has this number."""
         return cls(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: UntypedStorage) -> Tensor:
-        """The tensor at this place of a storage on any device."""
+        """The tensor of this view on a storage on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def blank(self, device: str) -> Tensor:
-        """A tensor of this geometry with undefined content in a storage of its own."""
+        """A tensor of this geometry with undefined content and its own storage."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it is every byte of a storage of `nbytes`, each once."""
+        """Whether it covers every byte of a storage of `nbytes` exactly once."""
         elements = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
             if size != 1 and stride != elements:
@@ -47,18 +47,18 @@ class TensorView:
 
 @dataclass(frozen=True)
 class GeometryOnly:
-    """An argument of which only shape, strides and dtype count, as in ``zeros_like``."""
+    """An argument of which only shape, strides and dtype are read, as in ``zeros_like``."""
 
     view: TensorView
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers taken from a generator.
+    """Random numbers drawn from a generator.
 
     Args:
-        generator: where from.
-        start: the generator's state before, or the operation whose drawing left it behind.
+        generator: their source.
+        start: the generator's state before, or the operation after whose draw it was in that state.
     """
 
     generator: torch.Generator
@@ -67,16 +67,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class TapeOperation:
-    """One call; tensors among the arguments are given by their places.
+    """One call, with tensor arguments as views.
 
     Args:
         call: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        fresh: for every tensor that it returns, its place where that is new memory.
-        reads: storages whose content before the call counts.
-        writes: storages that hold something else after it; those not in `reads` are wholly defined by it.
-        draw: what it takes from a generator.
+        fresh: for each returned tensor, its view if it is in new memory.
+        reads: storages whose content before the call matters.
+        writes: storages that the call changes; those not in `reads` are completely overwritten.
+        draw: its random numbers.
         default_dtype: torch's default dtype at the call.
     """
 
@@ -92,13 +92,13 @@ class TapeOperation:
 
 @dataclass
 class Tape:
-    """Operations in the order in which they were called, and the storages that they are about.
+    """Operations in order, and their storages.
 
     Args:
         operations: in order.
-        storages: stand-ins on the meta device (no bytes), by number.
-        writers: for every storage, its writing operations, ascending.
-        states: generator states after drawing operations, as far as they became known.
+        storages: placeholders on the meta device (no memory), by number.
+        writers: for each storage, the operations that write to it, ascending.
+        states: known states of generators after operations.
     """
 
     operations: list[TapeOperation] = field(default_factory=list)
@@ -106,34 +106,34 @@ class Tape:
     writers: list[list[int]] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)
 
-    def add_storage(self, stand_in: UntypedStorage) -> int:
-        """Number a new storage."""
-        self.storages.append(stand_in)
+    def add_storage(self, placeholder: UntypedStorage) -> int:
+        """Append a storage; returns its number."""
+        self.storages.append(placeholder)
         self.writers.append([])
         return len(self.storages) - 1
 
     def add(self, operation: TapeOperation) -> None:
-        """Write down what was done next."""
+        """Append an operation."""
         for storage in operation.writes:
             self.writers[storage].append(len(self.operations))
         self.operations.append(operation)
 
     def add_content(self, storage: int, content: UntypedStorage) -> None:
-        """From here on the storage holds `content`, of the same size, which must not change any more."""
+        """Append a copy of `content` into the storage, of the same size. `content` must not change any more."""
         place = TensorView(storage, torch.uint8, (content.nbytes(),), (1,), 0)
         value = torch.empty(0, dtype=torch.uint8).set_(content)
         copy, writes = torch.ops.aten.copy_.default, frozenset({storage})
         self.add(TapeOperation(copy, (place, value), {}, (None,), frozenset(), writes, None, torch.float32))
 
     def last_writer(self, storage: int, before: int) -> int | None:
-        """The last operation before this one that wrote to the storage."""
+        """The last operation before `before` that wrote to the storage."""
         writers = self.writers[storage]
         found = bisect_left(writers, before)
         return writers[found - 1] if found else None
 
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`value` with everything in its lists, tuples and dicts passed through `leaf`."""
+    """`value` with `leaf` applied to every item in its lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
         return type(value)([map_leaves(item, leaf) for item in value])
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """Everything of a kind in lists, tuples and dicts, in order."""
+    """Every item of a kind in lists, tuples and dicts, in order."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item, kind)

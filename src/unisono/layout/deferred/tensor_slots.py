@@ -1,4 +1,4 @@
-"""Where the modules of a model hold tensors."""
+"""The slots in which the modules of a model hold tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Slot = tuple[nn.Module, str]
 
 
 class Slots:
-    """The places in modules that hold a registered tensor; a tied one has several."""
+    """The slots in modules of each registered tensor; a tied tensor has several."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[int, list[Slot]] = defaultdict(list)
@@ -30,14 +30,14 @@ class Slots:
                     self._slots[id(tensor)].append((module, key))
 
     def replace(self, old: Tensor, new: Tensor) -> None:
-        """Put `new`, as a parameter if `old` is one, wherever `old` is registered."""
+        """Put `new` in all slots of `old`, as a parameter if `old` is one."""
         new = as_parameter_like(old, new)
         new.__dict__.update(old.__dict__)
         tie(self._slots[id(old)], new)
 
     @property
     def tied(self) -> list[list[Slot]]:
-        """The places of each tensor that has several, in the model's order."""
+        """The slots of each tensor that has several, in the model's order."""
         return [slots for slots in self._slots.values() if len(slots) > 1]
 
 
@@ -58,9 +58,9 @@ def empty_on_meta(tensor: Tensor) -> Tensor:
 
 
 def unregistered_tensors(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Tensors that modules hold beside their parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
+    """Tensors that modules hold besides parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
 
-    Looks at attributes, and into lists and dicts among them.
+    Searches attributes, and lists and dicts among them.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""What passes between the members of an expert group: tokens to their experts, and what these make of them back
-(Lepikhin et al. 2020, "GShard", section 3.2; counts differ, so that nothing is padded or dropped)."""
+"""Messages in an expert group: tokens to their experts, and outputs back (Lepikhin et al. 2020, "GShard", section 3.2;
+but with exact counts, so nothing is padded or dropped)."""
 
 from __future__ import annotations
 
@@ -14,42 +14,41 @@ from torch.distributed import _functional_collectives as collectives
 from unisono.layout.expert.routing import Pairs, Routed, expert_numbers
 
 
-def compute_routed(compute: Callable[[Routed], Tensor], asked: Routed, share: int, group: dist.ProcessGroup) -> Tensor:
-    """What the experts of all members make of this member's tokens (N, width); all members call it alike, each with
-    tokens of its own.
+def compute_routed(compute: Callable[[Routed], Tensor], routed: Routed, share: int, group: dist.ProcessGroup) -> Tensor:
+    """Collective: the experts' output for this rank's tokens (N, width); each rank passes its own tokens.
 
     Args:
-        compute: this member's `share` of experts, numbered from 0.
+        compute: this rank's `share` experts, numbered from 0.
     """
     members = dist.get_world_size(group)
-    pairs = Pairs.of(asked.chosen, share * members)
-    leaving = pairs.counts.view(members, share)
-    coming = _exchange_rows(leaving, [1] * members, [1] * members, group)
-    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()
-    tokens = all_to_all_rows(pairs.tokens(asked.tokens), received, sent, group)
-    weights = all_to_all_rows(pairs.weights(asked.weights), received, sent, group)
-    outputs = _compute(compute, Routed(tokens, expert_numbers(coming).unsqueeze(1), weights.unsqueeze(1)))
+    pairs = Pairs.of(routed.chosen, share * members)
+    sent_counts = pairs.counts.view(members, share)
+    received_counts = _exchange_rows(sent_counts, [1] * members, [1] * members, group)
+    sent, received = sent_counts.sum(1).tolist(), received_counts.sum(1).tolist()
+    tokens = all_to_all_rows(pairs.tokens(routed.tokens), received, sent, group)
+    weights = all_to_all_rows(pairs.weights(routed.weights), received, sent, group)
+    outputs = _compute(compute, Routed(tokens, expert_numbers(received_counts).unsqueeze(1), weights.unsqueeze(1)))
     return pairs.summed(all_to_all_rows(outputs, sent, received, group))
 
 
 def _compute(compute: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     if len(routed.tokens):
         return compute(routed)
-    # Nobody asks: a made-up token all the same, so that every parameter has its gradient (which is zero) and the way
-    # back its part in backward. The others wait for both.
-    made_up = Routed(*(torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in vars(routed).values()))
-    return compute(made_up)[:0]
+    # Without tokens, compute a dummy one, so that every parameter gets a gradient (zero) and backward makes its
+    # all-to-all. The other ranks wait for both.
+    dummy = Routed(*(torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in vars(routed).values()))
+    return compute(dummy)[:0]
 
 
 def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of `x`, the first ``sent[0]`` to member 0 and so on; those that came, in the order of the members.
-    Gradients go the same way back."""
+    """Collective: sends the first ``sent[0]`` rows of `x` to rank 0 and so on; returns the received rows, by rank.
+    Gradients take the reverse path."""
     return cast(Callable[..., Tensor], _ExchangeRows.apply)(x, received, sent, group)
 
 
 def _exchange_rows(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    there = collectives.all_to_all_single(x.contiguous(), received, sent, group)
-    return cast(Tensor, collectives.wait_tensor(there))
+    pending = collectives.all_to_all_single(x.contiguous(), received, sent, group)
+    return cast(Tensor, collectives.wait_tensor(pending))
 
 
 class _ExchangeRows(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""A plan put into effect: each worker holds whole experts, their parameters are DTensors on the ``expert`` mesh."""
+"""Applies an expert plan: each worker holds whole experts, as DTensors on the ``expert`` mesh."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOG = logging.getLogger("unisono")
 def split(model: nn.Module, mesh: DeviceMesh, plan: ExpertPlan) -> list[nn.Module]:
     """Split the mixtures of `plan` that `model` holds, in place, over the 1-D `mesh`; returns them.
 
-    Names of parameters and the shapes that they say they have stay those of the whole. Gradients of a member's experts
-    are of all members' tokens.
+    Parameters keep the names and the global shapes of the whole model. Gradients of a rank's experts cover all ranks'
+    tokens.
     """
     if mesh.get_rank() == 0:
         LOG.info("split over the expert axis: %s", ", ".join(plan.split))
@@ -54,7 +54,7 @@ def _forward(each: MixtureSplit, mesh: DeviceMesh) -> Any:
         output = compute_routed(partial(calling.compute, mine, given), asked, part.share, group)
         return output.view_as(given.arguments[calling.tokens])
 
-    return torch.compiler.disable(forward)  # sizes depend on what is chosen
+    return torch.compiler.disable(forward)  # sizes depend on the routing
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which mixtures are split, how, and why others are not: a guess by structure, kept where numbers agree."""
+"""Which mixtures are split, how, and why others are not: candidates by structure, verified numerically."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from unisono.layout.expert.routing import MixtureArguments
 from unisono.layout.expert.verify import mixture_signature, verify_mixture
 from unisono.layout.rank_mesh import nearest_divisor
 
-CURE = "leave out expert=, or hold the experts as transformers does: one module called with tokens, numbers of experts "
+CURE = "omit expert=, or hold the experts as transformers does: one module called with tokens, expert indices "
 CURE += "and weights, each of whose parameters has the experts in its first dimension"
 TIED = "another module holds some of its parameters too"
 
 
 @dataclass(frozen=True)
 class MixtureSplit:
-    """One mixture that is split."""
+    """A mixture that is split, its arguments and its parts."""
 
     module: nn.Module
     calling: MixtureArguments
@@ -31,11 +31,11 @@ class MixtureSplit:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How the mixtures of a model lie over the workers of the ``expert`` axis.
+    """How the mixtures of a model are split over the workers of the ``expert`` axis.
 
     Args:
-        split: of the mixtures that are split, by name.
-        whole: name of a mixture to the sentence that says why every worker holds all of it.
+        split: the mixtures that are split, by name.
+        whole: name of a mixture to the reason why every worker holds all of it.
     """
 
     split: Mapping[str, MixtureSplit] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class ExpertPlan:
 
 
 def derive(model: nn.Module, degree: int) -> ExpertPlan:
-    """The plan for splitting `model` over `degree` workers, each mixture having been tried on made-up tokens.
+    """The plan for splitting `model` over `degree` workers; each mixture is verified on random tokens.
 
-    `model` may be on the meta device; of mixtures that look alike one is tried.
+    `model` may be on the meta device. Of mixtures with equal signatures, one is verified.
 
     Raises:
-        InvalidInput: there is no mixture that can be split, or one whose experts do not divide by `degree`.
+        InvalidInput: no mixture can be split, or the experts of one do not divide by `degree`.
     """
     found = dict(find_mixtures(model))
     check_divides(model, degree)
@@ -72,7 +72,7 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
 
 
 def check_divides(model: nn.Module, degree: int) -> None:
-    """Raise `InvalidInput` where the experts of a mixture cannot be shared out to `degree` workers."""
+    """Raise `InvalidInput` if the experts of a mixture do not divide by `degree`."""
     numbers = {name: expert_count(module) for name, module in find_mixtures(model)}
     broken = {name: number for name, number in numbers.items() if number % degree}
     if broken:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in an unknown model: found by the shapes of what they hold and how they are called."""
+"""Finds mixtures of experts in any model, by the shapes of their parameters and their arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import cast
 
 from torch import nn
 
-SEPARATE = "its experts are modules that the model's own code calls one by one, those that have tokens"
+SEPARATE = "its experts are modules that the model's own code calls one by one, if they have tokens"
 
 
 def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of the outermost modules that hold all experts of a mixture in each of their parameters."""
+    """Names and modules of the outermost modules whose parameters each contain all experts of a mixture."""
     found: list[str] = []
     for name, module in model.named_modules():
         if not any(name.startswith(f"{outer}.") for outer in found) and expert_count(module):
@@ -21,10 +21,10 @@ def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def expert_count(module: nn.Module) -> int:
-    """How many experts `module` holds; 0 if it does not look like a mixture.
+    """The number of experts in `module`; 0 if it does not look like a mixture.
 
-    It does where all its parameters are equally long, some of them being matrices for each expert, and where it is
-    called with three tensors: tokens, numbers of experts, weights.
+    A mixture has parameters of equal first dimension, some of them a matrix per expert, and at least three arguments:
+    tokens, expert indices, weights.
     """
     lengths = {p.shape[0] if p.ndim else 0 for p in module.parameters()}
     if len(lengths) != 1 or not any(p.ndim >= 3 for p in module.parameters()) or len(positional_arguments(module)) < 3:
@@ -34,7 +34,7 @@ def expert_count(module: nn.Module) -> int:
 
 
 def positional_arguments(module: nn.Module) -> list[str]:
-    """What `module` can be called with by position."""
+    """Names of the arguments that `module` accepts by position."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in by_position]
 
@@ -59,6 +59,6 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def token_widths(module: nn.Module) -> list[int]:
-    """How wide the tokens of a mixture may be, by its matrices."""
+    """Possible token widths of a mixture, by its matrices."""
     sizes = [size for p in module.parameters() if p.ndim >= 3 for size in (p.shape[-1], p.shape[-2])]
     return cast(list[int], list(dict.fromkeys(sizes)))

@@ -1,4 +1,4 @@
-"""Mixtures on the meta device, where nothing can be chosen: their outputs have the shape of their tokens."""
+"""Stubs for mixtures on the meta device, where routing cannot run: the output has the shape of the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.layout.tensor.emulated_group import replaced_forward
 
 @contextmanager
 def stub_mixtures(model: nn.Module) -> Iterator[None]:
-    """Within the block, the mixtures of `model` can be called with tensors on the meta device."""
+    """Within the block, the mixtures of `model` can be called with meta tensors."""
     with ExitStack() as stack:
         for _, module in find_mixtures(model):
             stack.enter_context(replaced_forward(module, MethodType(_forward(module.forward), module)))
@@ -25,11 +25,11 @@ def stub_mixtures(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(forward: Any) -> Any:
-    def stand_in(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def stub(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         floats = [x for x in given if x.is_floating_point()]
         if len(given) == 3 and len(floats) == 2 and all(x.is_meta for x in given):
             return torch.empty_like(floats[0])
         return forward(*args, **kwargs)
 
-    return stand_in
+    return stub

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class PartialMixture:
-    """How a part of a mixture is made of the whole.
+    """How a part of a mixture is made from the whole.
 
     Args:
-        kind: the mixture's class, before anything was laid out.
-        experts, share: how many the mixture has, and the part.
-        counts: whether attributes that say how many experts there are say it of the part.
+        kind: the mixture's class, before the layout was applied.
+        experts, share: the number of experts in the mixture, and in the part.
+        counts: whether attributes with the number of experts are set to that of the part.
     """
 
     kind: type[nn.Module]
@@ -24,11 +24,11 @@ class PartialMixture:
     counts: bool
 
     def of(self, module: nn.Module, part: Callable[[Tensor], Tensor]) -> nn.Module:
-        """One that holds ``part(parameter)`` for each parameter of `module`, and everything else as it is."""
+        """A mixture with ``part(parameter)`` for each parameter of `module`, and everything else unchanged."""
         return self._of(module, self.kind, part)
 
     def _of(self, module: nn.Module, kind: type[nn.Module], part: Callable[[Tensor], Tensor]) -> nn.Module:
-        # Neither copied nor initialised: a module that is sharded cannot be, and its parts may need gradients.
+        # Without copy or __init__: a sharded module supports neither, and its parts may require gradients.
         twin = object.__new__(kind)
         own = vars(twin)
         own |= vars(module)
@@ -43,6 +43,6 @@ class PartialMixture:
 
 
 def count_attributes(module: nn.Module, experts: int) -> list[str]:
-    """Attributes of `module` that say that it has so many experts."""
+    """Names of attributes of `module` that contain the number of experts."""
     return [name for name, value in vars(module).items()
             if type(value) is int and value == experts and "expert" in name.lower()]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A mixture tried before anything is trained: its parts, one after the other in this process, against the whole."""
+"""Verifies the split of a mixture in one process before training: its parts, one after the other, against the whole."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TOKENS = 32
 
 
 def verify_mixture(module: nn.Module, degree: int) -> tuple[MixtureArguments, PartialMixture] | str:
-    """How `module` is called and split; a sentence where it cannot be.
+    """How `module` is called and split; or the reason why it cannot be split.
 
-    Outputs and gradients are compared within 1e-5 of their largest number, as those of the tensor axis are. Where it
-    is on the meta device it has made-up numbers meanwhile.
+    Outputs and gradients are compared within 1e-5 of their largest element, as on the tensor axis. A module on the meta
+    device temporarily gets random values.
     """
     number, refused = expert_count(module), ""
     with evaluating(module), materialized(module), torch.enable_grad():
         for calling, call in _candidate_calls(module, number):
             try:
                 expected = run_pass(partial(_run_whole, module, calling), module, call)
-            except Exception as error:  # the user's code may raise anything when called in a way that it does not know
+            except Exception as error:  # the user's code may raise anything for unknown arguments
                 refused = (
-                    refused or f"called with tokens, numbers of experts and weights, its code fails: {_describe(error)}"
+                    refused or f"called with tokens, expert indices and weights, its code fails: {_describe(error)}"
                 )
                 continue
             if [x.shape for x in expected.outputs] != [call[0][0].shape]:
@@ -46,18 +46,18 @@ def verify_mixture(module: nn.Module, degree: int) -> tuple[MixtureArguments, Pa
                 if not found:
                     return calling, part
                 refused = found
-    return refused or "what it gives for tokens has another shape"
+    return refused or "its output has another shape than the tokens"
 
 
 def mixture_signature(module: nn.Module) -> object:
-    """Equal for mixtures of which it is enough to try one."""
+    """Equal for mixtures of which one verification is enough."""
     shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
     numbers = tuple((name, value) for name, value in vars(module).items() if type(value) in (int, float, bool, str))
     return type(module), shapes, numbers, "forward" in vars(module)
 
 
 def _candidate_calls(module: nn.Module, number: int) -> Iterator[tuple[MixtureArguments, Call]]:
-    """Ways to call `module`, the usual one first, and made-up arguments (tokens, chosen, weights)."""
+    """Ways to call `module`, the usual one first, with random arguments (tokens, chosen, weights)."""
     generator, dtype = torch.Generator().manual_seed(2), next(module.parameters()).dtype
     device = torch.device("cpu") if next(module.parameters()).is_meta else next(module.parameters()).device
     weights, chosen = torch.rand(TOKENS, number, generator=generator).topk(2)
@@ -88,7 +88,7 @@ def _differs(
 ) -> str:
     try:
         outcome = run_pass(partial(_emulate, module, calling, part), module, call)
-    except Exception as error:  # the user's code may raise anything when it is handed a part
+    except Exception as error:  # the user's code may raise anything for a part
         return f"its code fails with some of its experts: {_describe(error)}"
     return difference(expected, outcome)
 

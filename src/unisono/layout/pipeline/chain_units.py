@@ -10,10 +10,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def opened_modules(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
-    """Names of the modules to look into; all others that they hold are units.
+    """Names of the modules to look into; all other modules that they hold are units.
 
-    Looked into are the model, what stands above a named cut, containers on the way, and a module that holds more than
-    half of all parameters (the trunk inside a head, the encoder inside a classifier) in more than one part.
+    These are the model, the ancestors of a named cut, containers on the way, and modules that hold more than half of
+    all parameters in more than one part (the trunk inside a head, the encoder inside a classifier).
     """
     whole = _size(model)
     found = {""}
@@ -32,15 +32,15 @@ def opened_modules(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
     return found - set(cuts)
 
 
-def unit_names(model: nn.Module, looked_into: set[str]) -> list[str]:
-    """Names of the units with parameters, in the order in which the model lists them."""
+def unit_names(model: nn.Module, opened: set[str]) -> list[str]:
+    """Names of the units with parameters, in the order of the model."""
     names = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if path in looked_into
+        if path in opened
         for name, _ in module.named_children()
     ]
-    return [n for n in names if n not in looked_into and _size(model.get_submodule(n))]
+    return [n for n in names if n not in opened and _size(model.get_submodule(n))]
 
 
 def _size(module: nn.Module) -> int:
@@ -48,7 +48,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _parts(module: nn.Module) -> int:
-    """Into how many modules with parameters it falls, containers looked into."""
+    """The number of child modules with parameters, counting inside containers."""
     count = 0
     for child in module.children():
         count += _parts(child) if isinstance(child, CONTAINERS) else bool(_size(child))

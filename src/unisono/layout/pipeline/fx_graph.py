@@ -1,8 +1,8 @@
 """A model's forward as a graph of calls to its units (torch.fx), divided into one graph per stage.
 
-Between units the model's own code becomes graph nodes, so whatever crosses a cut is known exactly: residual
-streams, several tensors at once, connections that skip stages. What depends on nothing but the model's inputs
-(positions, masks, sizes) is not sent but computed wherever it is used.
+Between units the model's own code becomes graph nodes, so what crosses a cut is known exactly: residual streams,
+several tensors, connections that skip stages. Values that depend only on the model's inputs (positions, masks, sizes)
+are not sent, but computed on every stage that uses them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
 
 
 class Untraceable(Exception):
-    """The model's code cannot be written as a graph; the reason is the message."""
+    """The model's code cannot be written as a graph; the message gives the reason."""
 
 
 @dataclass
 class Chain:
-    """A traced model: nodes in the order of execution, and which of them carry tensors on the sample."""
+    """A traced model: nodes in order of execution, and the names of those that are tensors on the sample."""
 
     model: nn.Module
     graph: fx.Graph
@@ -34,12 +34,12 @@ class Chain:
 
     @property
     def conditional(self) -> bool:
-        """Whether it is good only for micro-batches that take the same way through the model's code."""
+        """Whether the graph is valid only for micro-batches that take the sample's branches."""
         return any(n.target is check_same_answer for n in self.graph.nodes)
 
     @property
     def units(self) -> list[str]:
-        """Names of the modules that are called and hold parameters, in order of their first call."""
+        """Names of the called modules with parameters, in order of their first call."""
         called = [n.target for n in self.graph.nodes if n.op == "call_module"]
         return list(dict.fromkeys(u for u in called if any(True for _ in self.model.get_submodule(u).parameters())))
 
@@ -48,11 +48,11 @@ def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) 
     """The model as a chain of its units: every module but the `opened` ones is called as a whole.
 
     Raises:
-        Untraceable: its own code depends on values or on the mode, or does what torch.fx cannot follow.
+        Untraceable: its own code depends on values or on the mode, or torch.fx cannot follow it.
     """
     graph, tensors = _graph(model, opened, inputs)
     mode = model.training
-    if all(m.training == mode for m in model.modules()):  # else nobody could say what its other mode is
+    if all(m.training == mode for m in model.modules()):  # else the model has no single other mode
         model.train(not mode)
         try:
             other, _ = _graph(model, opened, inputs)
@@ -75,12 +75,12 @@ def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any])
     try:
         with torch.no_grad():
             graph = tracer.trace(model, {**defaults, **constants})
-    except Exception as error:  # of the tracer, or of code that cannot live with what it is given
+    except Exception as error:  # of the tracer, or of code that rejects proxies
         raise Untraceable(f"torch.fx cannot follow its code: {error}") from error
     if tracer.drew_random:
-        raise Untraceable("its own code draws random numbers of which a graph would not know")
+        raise Untraceable("its own code draws random numbers, which a graph does not record")
     for node in list(graph.nodes):
-        node.meta.pop("is_wrapped", None)  # else code made of it tells fx to wrap functions of torch for ever
+        node.meta.pop("is_wrapped", None)  # else generated code makes fx wrap functions of torch for ever
         if node.op == "placeholder" and node.target not in inputs:
             for user in list(node.users):
                 graph.erase_node(user)
@@ -92,7 +92,7 @@ class Division:
     """`chain` divided at `cuts`: stage k + 1 begins at the call of ``cuts[k]``.
 
     Raises:
-        Untraceable: something crosses a cut that is no tensor.
+        Untraceable: a value that is not a tensor crosses a cut.
     """
 
     def __init__(self, chain: Chain, cuts: Sequence[str]) -> None:
@@ -113,25 +113,25 @@ class Division:
             for needed in node.all_input_nodes:
                 self._need(needed, stage)
         elif node.name not in self.chain.tensors:
-            raise Untraceable(f"{node.name}, which is no tensor, would cross the cut into stage {stage}")
+            raise Untraceable(f"{node.name}, which is not a tensor, would cross the cut into stage {stage}")
 
     def computes(self, node: fx.Node, stage: int) -> bool:
-        """Whether a stage that needs `node` computes it rather than receives it."""
+        """Whether a stage that needs `node` computes it instead of receiving it."""
         if self.home[node] == stage or node.op in ("placeholder", "get_attr") or node in self.free:
             return True
         return node.name not in self.chain.tensors and node.op in ("call_function", "call_method")
 
     def _crosses(self, cut: int) -> list[fx.Node]:
-        """Nodes from before the cut that a stage after it receives."""
+        """Nodes from before the cut that a later stage receives."""
         later = {n for stage in range(cut, self.count) for n in self.uses[stage] if not self.computes(n, stage)}
         return [n for n in self.chain.graph.nodes if n in later and self.home[n] < cut]
 
     def stage_graph(self, stage: int) -> fx.GraphModule:
         """The graph of one stage, on the model's own modules and parameters."""
-        arrives = self.crossing[stage - 1] if stage else []
-        leaves = self.crossing[stage] if stage < self.count - 1 else []
+        received = self.crossing[stage - 1] if stage else []
+        sent = self.crossing[stage] if stage < self.count - 1 else []
         graph, env = fx.Graph(), {}
-        for node in arrives:
+        for node in received:
             env[node] = graph.placeholder(f"arrived_{node.name}")
         for node in self.chain.graph.nodes:
             if node.op == "placeholder":
@@ -142,7 +142,7 @@ class Division:
             elif node not in env and node in self.uses[stage]:
                 env[node] = graph.node_copy(node, lambda n: env[n])
         if stage < self.count - 1:
-            graph.output(tuple(env[n] for n in leaves))
+            graph.output(tuple(env[n] for n in sent))
         return fx.GraphModule(self.chain.model, graph)
 
 
@@ -163,7 +163,7 @@ def _is_inside(name: str, prefix: str) -> bool:
 
 
 def _from_inputs(chain: Chain) -> set[fx.Node]:
-    """Nodes that depend on nothing but the model's inputs and buffers, by functions without a state."""
+    """Nodes that depend only on the model's inputs and buffers, by stateless functions."""
     free: set[fx.Node] = set()
     for node in chain.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and not _is_parameter(chain.model, str(node.target))):

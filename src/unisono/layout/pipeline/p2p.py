@@ -1,4 +1,4 @@
-"""Tensors that describe themselves, between the workers of a pipeline: of shapes that the receiver does not know."""
+"""Point-to-point messages between pipeline workers, with headers for shapes that the receiver does not know."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ _HEADER = 256
 
 
 def meta_like(value: Tensor) -> Tensor:
-    """A tensor of the same shape, dtype and need of a gradient that weighs nothing."""
+    """A meta tensor of the same shape, dtype and `requires_grad`."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
 class StageLink:
-    """Sends between the workers of `group`; `rank` counts within it."""
+    """Messages between the workers of `group`; ranks are those in the group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, values: Sequence[Tensor], rank: int) -> None:
-        """Start to send; `flush` waits."""
+        """Start sending; `flush` waits."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         words = [len(values)]
         for value in values:
             words += [_DTYPES.index(value.dtype), int(value.requires_grad), value.dim(), *value.shape]
         if len(words) > _HEADER:
-            raise ValueError(f"{len(values)} tensors leave a stage, more than a header of {_HEADER} numbers describes")
+            raise ValueError(
+                f"{len(values)} tensors to send from a stage: more than a header of {_HEADER} numbers describes"
+            )
         header[: len(words)] = torch.tensor(words)
         for message in (header.to(self._device), *(v.detach().contiguous() for v in values)):
             work = dist.isend(message, group=self._group, group_dst=rank)
@@ -40,7 +42,7 @@ class StageLink:
             self._sending.append((work, message))
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        """What `rank` sent: fresh tensors, leaves where the sender's needed a gradient."""
+        """The tensors that `rank` sent: new leaves, which require gradients where the sender's do."""
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self._group, group_src=rank)
         words = iter(header.tolist())
@@ -53,7 +55,7 @@ class StageLink:
         return tuple(values)
 
     def exchange(self, value: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Everybody's `value` of one shape, in the order of `ranks`, which this worker is one of."""
+        """Collective over `ranks`: their tensors of one shape, in the order of `ranks`, which must include this one."""
         me = dist.get_rank(self._group)
         theirs = {rank: value if rank == me else torch.empty_like(value) for rank in ranks}
         works = [dist.isend(value, group=self._group, group_dst=r) for r in ranks if r != me]
@@ -64,7 +66,7 @@ class StageLink:
         return list(theirs.values())
 
     def flush(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

@@ -1,4 +1,4 @@
-"""In which order a worker of a pipeline computes forward and backward passes: what its schedule says, as a list."""
+"""The order of a pipeline worker's forward and backward passes under its schedule, as a list."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.pipelining import PipelineStage
 from unisono.layout.pipeline.schedules import kind, possible, stages_of
 
 ScheduledPass = tuple[int, int, bool]  # a stage, a micro-batch, and whether it is the backward pass
-_BACKWARD = ("B", "W")  # torch's letters for a whole backward pass, and for what is done last where it is divided
+_BACKWARD = ("B", "W")  # torch's codes for a whole backward pass, and for the last part of a split one
 
 
 def pass_order(schedule: str, stages: int, micro_batches: int, group: dist.ProcessGroup) -> list[ScheduledPass]:
-    """The turns of this worker of `group`, of which each backward pass is where its memory is free again."""
+    """The passes of this worker of `group`. A split backward pass counts at its last part, which frees its memory."""
     workers, me = dist.get_world_size(group), dist.get_rank(group)
     while not possible(schedule, workers, stages, micro_batches):
         schedule = kind(schedule).fallback
@@ -25,11 +25,12 @@ def pass_order(schedule: str, stages: int, micro_batches: int, group: dist.Proce
         return _single(schedule, stages, micro_batches, me)
     mine = [_stage(number, stages, group) for number in stages_of(schedule, workers, stages, me)]
     order = kind(schedule).torch(mine, micro_batches, loss_fn=lambda *_: None).pipeline_order[me]
-    return [turn for action in order if action is not None for turn in _passes(action)]
+    return [scheduled for action in order if action is not None for scheduled in _passes(action)]
 
 
 def set_gradient_sync(stage: nn.Module, last: bool) -> None:
-    """Before a backward pass: as torch's pipelines have it, sharded gradients are summed in the last one of a step."""
+    """Called before a backward pass: sharded gradients are summed in the last one of a step, as torch's pipelines
+    do."""
     if isinstance(stage, FSDPModule):
         stage.set_is_last_backward(last)
         stage.set_reshard_after_backward(last)
@@ -49,12 +50,12 @@ def _single(schedule: str, stages: int, micro_batches: int, stage: int) -> list[
 def _passes(action: Any) -> list[ScheduledPass]:
     inside = getattr(action, "sub_actions", None)
     if inside:
-        return [turn for each in inside for turn in _passes(each)]
+        return [scheduled for each in inside for scheduled in _passes(each)]
     what = action.computation_type
-    letter = what.value if isinstance(what.value, str) else str(what)  # its values were numbers once
-    if letter != "F" and letter not in _BACKWARD:
+    code = what.value if isinstance(what.value, str) else str(what)  # older versions of torch have numbers as values
+    if code != "F" and code not in _BACKWARD:
         return []
-    return [(action.stage_index, action.microbatch_index, letter != "F")]
+    return [(action.stage_index, action.microbatch_index, code != "F")]
 
 
 def _stage(number: int, stages: int, group: dist.ProcessGroup) -> PipelineStage:

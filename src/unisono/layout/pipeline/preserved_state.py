@@ -1,4 +1,4 @@
-"""Running modules for what can be learned from it, without a trace."""
+"""Runs modules without lasting effects on their state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from unisono.layout.pipeline.rng_states import Generators
 
 @contextmanager
 def preserved_state(*modules: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Afterwards modes, buffers and random generators are as they were.
+    """On exit, restores modes, buffers and random generators.
 
     Args:
-        training: the mode inside; None: as they are.
+        training: the mode inside; None: unchanged.
     """
     inside = {m: None for module in modules for m in module.modules()}
     modes = {m: m.training for m in inside}

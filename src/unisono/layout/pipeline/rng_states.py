@@ -1,4 +1,4 @@
-"""The random generators that a forward pass draws from, whose states go with a micro-batch from stage to stage."""
+"""The random generators of a forward pass, whose states travel with a micro-batch from stage to stage."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Generators:
-    """torch's on the CPU, that of `device` where it is another, and Python's; by their index."""
+    """Python's generator, torch's on the CPU, and that of `device` if it is another one; by index."""
 
     device: torch.device
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of generators."""
         return 2 if self.device.type == "cpu" else 3
 
     def states(self) -> list[Tensor]:
-        """What each would go on from, as bytes on the CPU."""
+        """The state of each, as bytes on the CPU."""
         found = [_python_state(), torch.get_rng_state()]
         if self.device.type != "cpu":
             found.append(torch.get_device_module(self.device).get_rng_state(self.device))
         return found
 
     def pack(self, which: Collection[int]) -> Tensor:
-        """The states of some of them, one after the other, on the device."""
+        """The states of some of them, concatenated, on the device."""
         states = self.states()
         return torch.cat([states[i] for i in sorted(which)]).to(self.device)
 
     def unpack(self, message: Tensor, which: Collection[int]) -> None:
-        """Go on from what `packed` gave, here or elsewhere."""
+        """Set the states in a message of `pack`, from this or another worker."""
         sizes = [state.numel() for i, state in enumerate(self.states()) if i in which]
         for i, state in zip(sorted(which), message.cpu().split(sizes), strict=True):
             self._set(i, state.clone())
 
     def restore(self, states: Sequence[Tensor]) -> None:
-        """Go on from `states`."""
+        """Set all states."""
         for i, state in enumerate(states):
             self._set(i, state)
 
     def drawn_since(self, before: Sequence[Tensor]) -> list[bool]:
-        """Which of them have drawn since `before` was their `states`."""
+        """For each, whether it has drawn since `before` was its state."""
         return [not torch.equal(then, now) for then, now in zip(before, self.states(), strict=True)]
 
     def _set(self, which: int, state: Tensor) -> None:
@@ -58,7 +58,7 @@ class Generators:
 
 
 def _python_state() -> Tensor:
-    """Mersenne twister's words, and the half of a pair of normal numbers that may wait."""
+    """The words of the Mersenne twister, and the second number of a pair of normal ones, if it is still unused."""
     _, words, waiting = random.getstate()
     numbers = torch.tensor([*words, int(waiting is not None)], dtype=torch.int64, device="cpu")
     half = torch.tensor([waiting or 0.0], dtype=torch.float64, device="cpu")

@@ -1,8 +1,8 @@
-"""A worker's part of a pipeline under way, on torch's stages and schedules.
+"""One worker's stages in execution, on torch's pipeline stages and schedules.
 
-torch fixes the shapes of a schedule when it first runs. Here one is kept for every list of shapes that was seen; a new
-one costs a forward pass of one micro-batch that leaves no trace. That pass also shows which stages draw random numbers:
-from the first of these on, the generators' states travel with the activations, so that a pipeline draws what one worker
+torch fixes the shapes of a schedule at its first run. Here one schedule is kept per list of shapes. A new one costs an
+extra forward pass of one micro-batch, without lasting effects. That pass also shows which stages draw random numbers.
+From the first of these on, the generators' states travel with the activations, so that a pipeline draws what one worker
 would.
 """
 
@@ -34,13 +34,13 @@ from unisono.layout.pipeline.stage import Inputs, Stage, by_name
 ForwardContext = Callable[[int, int], AbstractContextManager[object]]
 BackwardContext = Callable[[int], AbstractContextManager[object]]
 Loss = Callable[[int, Any], Tensor]
-_Run = tuple[int, Any, list[dict[str, Any]]]  # where it begins, its shapes, its inputs
-OnStage = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, what arrived, what leaves
+_Run = tuple[int, Any, list[dict[str, Any]]]  # its first micro-batch, their shapes, their inputs
+OnStage = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, its input, its output
 
 
 @dataclass
 class _RunState:
-    """The micro-batches of the run under way; torch's stages and loss come here for what is theirs."""
+    """The micro-batches of the current run, from which torch's stages and loss take their inputs."""
 
     forward_context: ForwardContext
     backward_context: BackwardContext
@@ -48,12 +48,16 @@ class _RunState:
     inputs: Sequence[Mapping[str, Any]] = ()
     first: int = 0
     loss: Loss | None = None
-    rng_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # random states, by stage and micro-batch
+    rng_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # after a stage, by stage and micro-batch
 
 
 class _TorchStage(PipelineStage):
-    """A stage that takes each micro-batch's own inputs from the feed, and begins with the random states with which the
-    stage before ended; `arriving` and `leaving` are which of them travel."""
+    """A stage that takes each micro-batch's inputs from the run state, and begins with the random states of the
+    previous stage's end.
+
+    Attributes:
+        arriving, leaving: indices of the generators whose states are received and sent.
+    """
 
     run_state: _RunState
     arriving: frozenset[int]
@@ -88,7 +92,7 @@ class _TorchStage(PipelineStage):
         return operations + self._rng_operation(dist.isend, 1, fwd_chunk_id, self.leaving)
 
     def _rng_operation(self, verb: Any, toward: int, micro_batch: int, which: frozenset[int]) -> list[dist.P2POp]:
-        """The one that takes the random states to the next stage, or from the one before."""
+        """The operation that sends the random states to the next stage, or receives them from the previous one."""
         if not which:
             return []
         feed, sender = self.run_state, self.stage_index + min(toward, 0)
@@ -100,23 +104,23 @@ class _TorchStage(PipelineStage):
 
 @dataclass
 class Pipeline:
-    """The stages that this worker holds, ready to run.
+    """The stages of this worker, ready to run.
 
     Args:
-        stages: by their number.
-        count: stages in all.
+        stages: by number.
+        count: the number of all stages.
         group: the workers of this pipeline, in order.
-        schedule: a name from `SCHEDULES`.
-        device: where the stages live.
+        schedule: a name in `SCHEDULES`.
+        device: the device of the stages.
         tied: parameters that several stages hold (``Stages.tied``).
-        around: ``with around(micro_batch, stage):`` each forward pass is done, for instance to seed its randomness, as
-            if the stage were the first: what stages before it have drawn comes on top.
-        behind: ``with behind(micro_batch):`` each backward pass is done.
-        kept: for how many lists of shapes a schedule is kept, the latest ones.
-        beside: groups of workers that hold parts of the same stages, for micro-batches of their own. They gather
-            parameters together, so all of them make the same passes.
-        apart: whether the gradients of a stage's inputs may be taken before those of its weights, in a backward pass
-            of their own; not where it computes again, or is compiled.
+        forward_context: ``with forward_context(micro_batch, stage):`` surrounds each forward pass, for instance to seed
+            its random numbers as for the first stage. The states after earlier stages replace them.
+        backward_context: ``with backward_context(micro_batch):`` surrounds each backward pass.
+        kept_schedules: how many schedules are kept, the most recently used ones.
+        sharding_groups: groups of workers that hold shards of the same stages, for their own micro-batches. They gather
+            parameters collectively, so all of them must make the same passes.
+        split_backward: whether gradients of a stage's inputs may be computed before those of its weights, in a separate
+            backward pass. Not with activation checkpointing or compilation.
     """
 
     stages: Mapping[int, Stage]
@@ -142,22 +146,23 @@ class Pipeline:
 
     @property
     def holds_last(self) -> bool:
-        """Whether losses and outputs come out here."""
+        """Whether losses and outputs are computed on this worker."""
         return self.count - 1 in self.stages
 
     def step(self, micro_batches: Sequence[Inputs], loss: Loss) -> list[float] | None:
-        """Forward and backward of all micro-batches of one optimizer step; gradients add up in ``.grad``.
+        """Collective: forward and backward of all micro-batches of one optimizer step; gradients accumulate in
+        ``.grad``.
 
-        Every worker gives the same inputs: a tensor, a tuple of arguments or a mapping of keywords for each
-        micro-batch. The worker with the last stage computes ``loss(micro_batch, output)``, a scalar that bears the
-        micro-batch's weight already. Neighbours of the same shapes run through the pipeline together, each other shape
-        by itself; where pipelines beside this one have other neighbours, each micro-batch runs by itself.
+        Every worker passes the same inputs: a tensor, a tuple of arguments or a mapping of keywords per micro-batch.
+        The worker with the last stage computes ``loss(micro_batch, output)``, a scalar that includes the micro-batch's
+        weight. Consecutive micro-batches of the same shapes run through the pipeline together. Where the sharding
+        groups disagree on these runs, each micro-batch runs separately.
 
         Returns:
             The losses, on the worker with the last stage; None on the others.
 
         Raises:
-            InvalidInput: the schedule cannot do that many micro-batches.
+            InvalidInput: the schedule cannot run that many micro-batches.
         """
         check(self.schedule, self._workers, self.count, len(micro_batches))
         losses: list[Tensor] = []
@@ -175,25 +180,26 @@ class Pipeline:
         return torch.stack([one.detach() for one in losses]).tolist() if self.holds_last else None
 
     def set_contexts(self, around: ForwardContext, behind: BackwardContext) -> None:
-        """From now on, passes of `step` are done ``with around(micro_batch, stage):`` and ``behind(micro_batch)``."""
+        """Set `forward_context` and `backward_context`."""
         self._run_state.forward_context, self._run_state.backward_context = around, behind
 
     def forward_only(self, micro_batches: Sequence[Inputs]) -> list[Any] | None:
-        """The model's outputs, without gradients, on the worker with the last stage; None on the others."""
+        """Collective: the model's outputs, without gradients, on the worker with the last stage; None on the others."""
         stage = next(iter(self.stages.values()))
         with torch.no_grad():
             outputs = self._forward_chain([by_name(stage.call_signature, inputs) for inputs in micro_batches])
         return outputs if self.holds_last else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This worker's parameters by their names in the whole model; of a tied one the first stage's."""
+        """This worker's parameters by global name; of a tied one, that of its first stage."""
         found: dict[str, nn.Parameter] = {}
         for _, stage in sorted(self.stages.items()):
             found = stage.whole_names() | found
         return found
 
     def sum_tied(self) -> None:
-        """Once per step, after it: give tied parameters the sum of their gradients over all stages that hold them."""
+        """Collective, once per step, after it: give tied parameters the sum of their gradients over all stages that
+        hold them."""
         for name in sorted(self.tied):
             workers = sorted({self._worker(s) for s in self.tied[name]})
             first, *copies = self._copies(name)
@@ -205,7 +211,7 @@ class Pipeline:
                     _set_sum(first, partial(self._link.exchange, ranks=workers))
 
     def copy_tied(self) -> None:
-        """After the optimizer's step: renew the copies that sharding made of parameters tied within this worker."""
+        """After the optimizer's step: update the copies that sharding made of parameters tied within this worker."""
         with torch.no_grad():
             for name in self.tied:
                 first, *copies = self._copies(name)
@@ -213,12 +219,12 @@ class Pipeline:
                     copy.copy_(first)
 
     def _copies(self, name: str) -> list[Any]:
-        """The parameters of that name on this worker, the first stage's first; [None] where it holds none."""
+        """The parameters of that name on this worker, the first stage's first; [None] without any."""
         found = [p for _, s in sorted(self.stages.items()) if (p := s.whole_names().get(name)) is not None]
         return list({id(p): p for p in found}.values()) or [None]
 
     def counted_names(self) -> list[str]:
-        """Names of the parameters that this worker counts in norms: a tied one is the first holder's."""
+        """Names of the parameters that this worker counts in norms: of a tied one, only its first holder does."""
         return [
             name
             for place, stage in sorted(self.stages.items())
@@ -234,7 +240,7 @@ class Pipeline:
         return worker_of(self.schedule, self._workers, self.count, stage)
 
     def _runs(self, micro_batches: Sequence[Inputs]) -> list[_Run]:
-        """Neighbours of the same shapes: where each run begins, its shapes, its inputs."""
+        """Runs of consecutive micro-batches of the same shapes."""
         signature = next(iter(self.stages.values())).call_signature
         named = [by_name(signature, inputs) for inputs in micro_batches]
         found, first = [], 0
@@ -245,8 +251,11 @@ class Pipeline:
         return found
 
     def _agreed_runs(self, runs: list[_Run]) -> list[tuple[_Run, bool]]:
-        """`runs` as all workers beside this one have them, and whether a schedule is to be made for each: a pass more,
-        which all of them make where one needs it."""
+        """Collective over the sharding groups: the runs that all of their workers make, and whether each needs a new
+        schedule.
+
+        Making one takes an extra pass, so all of them make it if one of them must.
+        """
         lengths = [len(inputs) for _, _, inputs in runs]
         digest = float(zlib.crc32(repr(lengths).encode()))
         most, least, *new = self._maximum([digest, -digest, *self._missing(runs)], _agreement_length(sum(lengths)))
@@ -257,8 +266,8 @@ class Pipeline:
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
-        """Gradients of the step's earlier runs are here afterwards: a schedule of torch that runs for the first time
-        drops those of sharded parameters."""
+        """Preserve the gradients of the step's earlier runs: the first run of a torch schedule drops those of sharded
+        parameters."""
         parameters = {parameter for stage in self.stages.values() for parameter in stage.parameters()}
         before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         for parameter in before:
@@ -268,30 +277,30 @@ class Pipeline:
             parameter.grad = gradient if parameter.grad is None else _add(gradient, parameter.grad)
 
     def _missing(self, runs: Sequence[_Run]) -> list[float]:
-        """1 for each run whose schedule is not kept, nor made for a run before it."""
+        """1 for each run whose schedule is neither kept nor made for an earlier run."""
         keys = [(shapes, len(inputs)) for _, shapes, inputs in runs]
         return [float(key not in self._schedules and key not in keys[:place]) for place, key in enumerate(keys)]
 
     def agreement_messages(self, micro_batches: int) -> list[tuple[tuple[int, ...], int]]:
-        """The messages of a step by which the workers beside this one agree on their passes: ranks, and bytes."""
+        """The messages of a step by which the sharding groups agree on their passes: ranks and bytes."""
         return [
             (tuple(dist.get_process_group_ranks(group)), 8 * _agreement_length(micro_batches))
             for group in self.sharding_groups
         ]
 
     def _maximum(self, numbers: Sequence[float], width: int) -> list[float]:
-        """The largest of each number on all workers beside this one; `width` is the same on all."""
+        """Collective: the maximum of each number over the sharding groups; `width` is the same on all their workers."""
         if not self.sharding_groups:
             return [*numbers]
-        told = torch.zeros(width, dtype=torch.float64)
-        told[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        told = told.to(self.device)
+        padded = torch.zeros(width, dtype=torch.float64)
+        padded[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        padded = padded.to(self.device)
         for group in self.sharding_groups:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group)
-        return told.tolist()
+            dist.all_reduce(padded, dist.ReduceOp.MAX, group)
+        return padded.tolist()
 
     def _schedule(self, shapes: Any, micro_batches: int, new: bool) -> Any:
-        """torch's schedule for these shapes, made anew where it is `new` here or beside."""
+        """torch's schedule for these shapes, made if it is `new` here or in a sharding group."""
         key = (shapes, micro_batches)
         if new:
             self._schedules[key] = self._make_schedule(micro_batches)
@@ -312,18 +321,18 @@ class Pipeline:
         return feed.loss(feed.first + int(place), self.stages[self.count - 1].assemble(output))
 
     def _stages(self) -> list[_TorchStage]:
-        """torch's stages for the shapes that the run's first micro-batch has on this worker."""
-        made: list[_TorchStage] = []
+        """torch's stages for the shapes of the run's first micro-batch."""
+        stages: list[_TorchStage] = []
         draws = torch.zeros(self.count, self._generators.count, device=self.device)
         states = self._generators.states()
 
-        def watch(place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> None:
+        def watch(place: int, received: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
             nonlocal states
             draws[place] = torch.tensor(self._generators.drawn_since(states))
             states = self._generators.states()
-            made.append(self._torch_stage(place, arrives, leaves))
+            stages.append(self._torch_stage(place, received, outputs))
 
-        eager = torch.compiler.set_stance("force_eager")  # a shape seen once is not worth a compilation
+        eager = torch.compiler.set_stance("force_eager")  # avoids a compilation for shapes that may not recur
         with eager, preserved_state(*self.stages.values()), torch.enable_grad():
             self._forward_chain(self._run_state.inputs[:1], watch)
         for stage in self.stages.values():
@@ -332,19 +341,19 @@ class Pipeline:
                     module.reshard()
         drawn = torch.stack(self._link.exchange(draws, range(self._workers))).sum(0).cumsum(0).cpu()
         upto = [frozenset(row.nonzero().view(-1).tolist()) for row in drawn]
-        for each in made:
+        for each in stages:
             each.arriving = frozenset() if each.is_first else upto[each.stage_index - 1]
             each.leaving = frozenset() if each.is_last else upto[each.stage_index]
-        return made
+        return stages
 
-    def _torch_stage(self, place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> _TorchStage:
+    def _torch_stage(self, place: int, received: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> _TorchStage:
         stage = self.stages[place]
-        # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
+        # A sharded stage reshards its parameters between the two parts of a split backward pass.
         sharded = any(isinstance(m, FSDPModule) for m in stage.modules())
-        apart = self.split_backward and not sharded and (place == 0 or can_split_backward(arrives, leaves))
+        apart = self.split_backward and not sharded and (place == 0 or can_split_backward(received, outputs))
         made = _TorchStage(
-            stage, place, self.count, self.device, input_args=tuple(map(meta_like, arrives)),
-            output_args=tuple(map(meta_like, leaves)), group=self.group,
+            stage, place, self.count, self.device, input_args=tuple(map(meta_like, received)),
+            output_args=tuple(map(meta_like, outputs)), group=self.group,
             dw_builder=None if apart else lambda: lambda: None)  # fmt: skip
         made.run_state = self._run_state
         return made
@@ -352,35 +361,35 @@ class Pipeline:
     def _forward_chain(
         self,
         micro_batches: Sequence[Mapping[str, Any]],
-        watch: OnStage = lambda place, arrives, leaves: None,
+        on_stage: OnStage = lambda place, arrives, leaves: None,
     ) -> list[Any]:
-        """Forward passes, each micro-batch through all of this worker's stages before the next."""
+        """Collective: forward passes, each micro-batch through all of this worker's stages before the next."""
         outputs: list[Any] = []
-        near: tuple[Tensor, ...] = ()  # on its way to a stage of this worker
+        received: tuple[Tensor, ...] = ()  # the input of this worker's next stage
         for inputs in micro_batches:
             for place, stage in sorted(self.stages.items()):
                 if place == 0:
-                    near = ()
+                    received = ()
                 elif self._worker(place - 1) != self._me:
-                    near = self._link.receive(self._worker(place - 1))
-                leaves = stage(*near, **inputs)
-                watch(place, near, leaves)
-                near = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
+                    received = self._link.receive(self._worker(place - 1))
+                leaves = stage(*received, **inputs)
+                on_stage(place, received, leaves)
+                received = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
                 if place == self.count - 1:
                     outputs.append(stage.assemble(leaves))
                 elif self._worker(place + 1) != self._me:
-                    self._link.send(near, self._worker(place + 1))
+                    self._link.send(received, self._worker(place + 1))
         self._link.flush()
         return outputs
 
 
-def can_split_backward(arrives: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
-    """Whether torch's zero-bubble schedules can take the gradients of a stage's inputs first and its weights' later.
+def can_split_backward(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether torch's zero-bubble schedules can compute the gradients of a stage's inputs before those of its weights.
 
-    They leave out the weights' where nothing that arrives needs a gradient, and fail where a weight is used twice.
+    torch omits the weights' gradients if no input requires one, and fails if a weight is used twice.
     """
     uses: Counter[Any] = Counter()
-    nodes = [v.grad_fn for v in leaves if v.grad_fn is not None]
+    nodes = [v.grad_fn for v in outputs if v.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         for following, _ in nodes.pop().next_functions:
@@ -389,7 +398,7 @@ def can_split_backward(arrives: Sequence[Tensor], leaves: Sequence[Tensor]) -> b
             elif following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return any(v.requires_grad for v in arrives) and max(uses.values(), default=0) <= 1
+    return any(v.requires_grad for v in received) and max(uses.values(), default=0) <= 1
 
 
 def _agreement_length(micro_batches: int) -> int:
@@ -406,7 +415,7 @@ def _add(mine: Tensor, other: Tensor | None) -> Tensor:
 
 
 def _set_sum(parameter: nn.Parameter, exchange: Callable[[Tensor], list[Tensor]]) -> None:
-    """Sum a gradient over its holders, in their order; it stays None where nobody has one."""
+    """Sum a gradient over its holders, in their order; it stays None if no holder has one."""
     mine = parameter.grad
     gradient = torch.zeros_like(parameter) if mine is None else mine
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,4 +1,4 @@
-"""Which worker holds which stages, and which numbers of micro-batches a schedule can do: pure arithmetic."""
+"""Which worker holds which stages, and how many micro-batches a schedule can run: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from unisono.errors import InvalidInput
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What a schedule asks for.
+    """The requirements of a schedule.
 
     Args:
         torch: its class.
-        several: whether a worker may hold several stages.
-        v: whether a worker's two stages lie mirrored (r and n-1-r) instead of in a loop (r, r + workers, ...).
-        rest: the schedule with the same places that takes any number of micro-batches.
+        multi_stage: whether a worker may hold several stages.
+        mirrored: whether a worker's two stages are r and n-1-r, instead of r, r + workers, and so on.
+        fallback: the schedule of the same placement that runs any number of micro-batches.
     """
 
     torch: type
@@ -38,21 +38,21 @@ SCHEDULES = {
 
 
 def kind(schedule: str) -> ScheduleKind:
-    """What the schedule of that name asks for. Raises `InvalidInput` where there is none."""
+    """The schedule of that name. Raises `InvalidInput` if there is none."""
     if schedule not in SCHEDULES:
         raise InvalidInput("schedule", schedule, "no such schedule", f"choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
 
 
 def stages_for(schedule: str, workers: int) -> int:
-    """How many stages to cut where nothing else is asked: two per worker where the schedule can use them."""
+    """The default number of stages: two per worker where the schedule can use them."""
     return workers * (2 if kind(schedule).multi_stage else 1)
 
 
 def worker_of(schedule: str, workers: int, stages: int, stage: int) -> int:
     """The worker that holds `stage`."""
-    turn, worker = divmod(stage, workers)
-    return workers - 1 - worker if kind(schedule).mirrored and turn % 2 else worker
+    row, worker = divmod(stage, workers)
+    return workers - 1 - worker if kind(schedule).mirrored and row % 2 else worker
 
 
 def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[in
 
 
 def possible(schedule: str, workers: int, stages: int, micro_batches: int) -> bool:
-    """Whether the schedule can do that many micro-batches in one step."""
+    """Whether the schedule can run that many micro-batches in one step."""
     if micro_batches < 1:
         return False
     if schedule in ("1F1B", "DualPipeV"):
@@ -72,30 +72,30 @@ def possible(schedule: str, workers: int, stages: int, micro_batches: int) -> bo
 
 
 def check(schedule: str, workers: int, stages: int, micro_batches: int) -> None:
-    """Refuse what the schedule cannot do, before anything starts.
+    """Refuse what the schedule cannot run, before anything starts.
 
     Raises:
         InvalidInput: names the nearest number of stages or micro-batches that works.
     """
     chosen = kind(schedule)
     if chosen.mirrored and stages != 2 * workers:
-        raise InvalidInput("stages", stages, f"{schedule} wants two stages per worker", f"cut into {2 * workers}")
+        raise InvalidInput("stages", stages, f"{schedule} needs two stages per worker", f"cut into {2 * workers}")
     if not chosen.multi_stage and stages != workers:
-        raise InvalidInput("stages", stages, f"{schedule} wants one stage per worker", f"cut into {workers}")
+        raise InvalidInput("stages", stages, f"{schedule} needs one stage per worker", f"cut into {workers}")
     if stages < workers or stages % workers:
         near = max(1, round(stages / workers)) * workers
         raise InvalidInput("stages", stages, f"not a multiple of the {workers} workers", f"cut into {near}")
     if not possible(schedule, workers, stages, micro_batches):
         near = nearest(schedule, workers, stages, micro_batches)
-        raise InvalidInput("micro_batches", micro_batches, f"{schedule} cannot do that many with {stages} stages on "
+        raise InvalidInput("micro_batches", micro_batches, f"{schedule} cannot run that many with {stages} stages on "
                            f"{workers} workers", f"use {near} micro-batches per step")  # fmt: skip
 
 
 def nearest(schedule: str, workers: int, stages: int, micro_batches: int) -> int:
-    """The nearest number of micro-batches that the schedule can do; of two, the larger."""
-    away = 0
+    """The nearest number of micro-batches that the schedule can run; of two, the larger."""
+    distance = 0
     while True:
-        for candidate in (micro_batches + away, micro_batches - away):
+        for candidate in (micro_batches + distance, micro_batches - distance):
             if possible(schedule, workers, stages, candidate):
                 return candidate
-        away += 1
+        distance += 1

@@ -1,7 +1,7 @@
-"""What each segment of a model's chain costs, measured: so that automatic cuts balance time.
+"""Measures the time of each segment of a model's chain, to balance stages.
 
-The model may lie on the meta device: one segment at a time is given numbers. Segments that do the same operations on
-the same shapes are measured once, so that noise cannot make equal blocks unequal.
+The model may be on the meta device: one segment at a time gets random weights. Segments with the same operations on the
+same shapes are measured once, so that noise cannot make equal blocks unequal.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from unisono.layout.pipeline.split import CutPoints
 from unisono.layout.pipeline.stage import Stage
 from unisono.layout.shape_propagation import PropagateShapes
 
-ROUNDS = 2  # over all segments, so that a moment in which the machine was busy does not decide
-_REPEATS = range(3, 20)  # of a segment in a round: the least, and the most while they are done in
+ROUNDS = 2  # over all segments, so that no single busy moment decides
+_REPEATS = range(3, 20)  # of a segment in a round: the minimum, and the maximum within _ROUND_SECONDS
 _ROUND_SECONDS = 0.05
 
 
 def measure_segments(
-    found: CutPoints,
+    points: CutPoints,
     inputs: Mapping[str, Any],
     device: torch.device,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> list[float]:
-    """Seconds of forward and backward of each segment, the fastest of some; leaves the model as it was.
+    """Seconds of forward and backward of each segment, the minimum of several runs; preserves the model's state.
 
-    Times differ from worker to worker: measure on one and tell all.
+    Times differ between workers: measure on one worker and broadcast.
 
     Args:
         inputs: of a micro-batch, by name, on `device`.
-        loss: of the model's output; the last segment's worker computes it.
+        loss: of the model's output; its time counts for the last segment.
 
     Raises:
-        Exception: what the model raises in training mode.
+        Exception: whatever the model raises in training mode.
     """
-    stages = found.cut(found.names).modules
+    stages = points.cut(points.names).modules
     generators = Generators(device)
     states = generators.states()
-    with preserved_state(found.model, *stages, training=True):
+    with preserved_state(points.model, *stages, training=True):
         with PropagateShapes():
-            arriving, kinds = _arrivals_and_kinds(stages, found.inputs)
+            received, kinds = _arrivals_and_kinds(stages, points.inputs)
         seconds = dict.fromkeys(kinds, float("inf"))
         for _ in range(ROUNDS):
             for kind in seconds:
                 place = kinds.index(kind)
                 of_last = loss if stages[place].is_last else None
-                spent = _TimedStage(stages[place], arriving[place], inputs, device, of_last).seconds()
+                spent = _TimedStage(stages[place], received[place], inputs, device, of_last).seconds()
                 seconds[kind] = min(seconds[kind], spent)
     generators.restore(states)
     return [seconds[kind] for kind in kinds]
@@ -64,22 +64,22 @@ def measure_segments(
 def _arrivals_and_kinds(
     stages: Sequence[Stage], inputs: Mapping[str, Any]
 ) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
-    """What arrives at each stage, on the model's device, and what kind of work it does: equal kinds cost the same."""
-    arriving, kinds = [], []
+    """The input of each stage, on the model's device, and a key of its work: equal keys cost the same."""
+    received, kinds = [], []
     values: tuple[Tensor, ...] = ()
     for stage in stages:
         operations = _OperationLog()
         with operations:
             out = stage(*values, **inputs)
-        learning = [p.requires_grad for p in (*values, *stage.parameters())]
-        kinds.append((tuple(operations.seen), tuple(learning), stage.is_last))
-        arriving.append(values)
+        requires_grad = [p.requires_grad for p in (*values, *stage.parameters())]
+        kinds.append((tuple(operations.seen), tuple(requires_grad), stage.is_last))
+        received.append(values)
         values = tuple(v.detach().requires_grad_(v.requires_grad) for v in out)
-    return arriving, kinds
+    return received, kinds
 
 
 class _OperationLog(TorchDispatchMode):
-    """Writes down what is computed, of which shapes."""
+    """Records operators and their shapes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,12 +97,12 @@ def _describe(value: Any) -> str:
 
 
 class _TimedStage:
-    """One stage with numbers."""
+    """One stage with values in its parameters and inputs."""
 
     def __init__(
         self,
         stage: Stage,
-        arriving: tuple[Tensor, ...],
+        received: tuple[Tensor, ...],
         inputs: Mapping[str, Any],
         device: torch.device,
         loss: Callable[[Any], Tensor] | None,
@@ -110,7 +110,7 @@ class _TimedStage:
         random = torch.Generator(device).manual_seed(0)
         tensors = (*stage.named_parameters(), *stage.named_buffers())
         self._tensors = {name: _filled_like(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
-        self._arriving = tuple(_filled_like(t, False, device, random) for t in arriving)
+        self._arriving = tuple(_filled_like(t, False, device, random) for t in received)
         self._wanted = [t for t in (*self._arriving, *self._tensors.values()) if t.requires_grad]
         self._stage, self._inputs, self._loss, self._device = stage, dict(inputs), loss, device
 
@@ -130,9 +130,11 @@ class _TimedStage:
         out = functional_call(self._stage, self._tensors, self._arriving, self._inputs)
         if self._loss is not None:
             out = (self._loss(self._stage.assemble(out)),)
-        learning = [v for v in out if v.requires_grad]
-        if learning and self._wanted:
-            torch.autograd.grad(learning, self._wanted, [torch.ones_like(v) for v in learning], allow_unused=True)
+        requires_grad = [v for v in out if v.requires_grad]
+        if requires_grad and self._wanted:
+            torch.autograd.grad(
+                requires_grad, self._wanted, [torch.ones_like(v) for v in requires_grad], allow_unused=True
+            )
         self._wait()
         return time.perf_counter() - begin
 
@@ -142,8 +144,8 @@ class _TimedStage:
 
 
 def _filled_like(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
-    """A tensor like this one: its own numbers, or such as a trained model might have, for time can depend on them
-    where they overflow or nearly vanish."""
+    """A tensor like `tensor`: its own values, or random ones of a trained model's magnitude. Overflow and denormals
+    would change the time."""
     if not tensor.is_meta:
         made = tensor.detach().to(device, copy=True)
     elif not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, without a change to the model."""
+"""Splits a model into the stages of a pipeline, without changing the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import InvalidInput
-from unisono.layout.pipeline import stub_modules as standins
+from unisono.layout.pipeline import stub_modules as stubs
 from unisono.layout.pipeline.chain_units import opened_modules, unit_names
 from unisono.layout.pipeline.fx_graph import Chain, Division, Untraceable, trace
 from unisono.layout.pipeline.preserved_state import preserved_state
@@ -32,11 +32,11 @@ class Stages:
     """A whole model as stages.
 
     Args:
-        modules: one for each stage.
+        modules: one per stage.
         cuts: the module at which each stage but the first begins.
-        tied: parameters (by their name in the whole model) that more than one stage holds, and which stages.
-        units: what the stages were made of, in order.
-        shares: of the whole's costs, for each stage, where cuts were found by them.
+        tied: global names of parameters that more than one stage holds, and these stages.
+        units: the units of the stages, in order.
+        shares: the part of the total cost in each stage, where cuts were balanced by costs.
     """
 
     modules: tuple[Stage, ...]
@@ -56,26 +56,26 @@ class Stages:
 
 @dataclass(frozen=True)
 class CutPoints:
-    """A model's chain: where it can be cut, and how."""
+    """A model's chain, the points at which it can be cut, and the way to cut it."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
     names: tuple[str, ...]  # units at which a stage can begin
     units: tuple[str, ...]  # all units with parameters, in the order of their calls
     chain: Chain | None
-    unit_calls: tuple[standins.UnitCall, ...] = ()
+    unit_calls: tuple[stubs.UnitCall, ...] = ()
 
     def segments(self) -> list[tuple[str, ...]]:
-        """The units between the places where the model can be cut; one more than `names`."""
+        """The units between cut points; one segment more than `names`."""
         begins = [0, *(self.units.index(n) for n in self.names), len(self.units)]
         return [self.units[a:b] for a, b in pairwise(begins)]
 
     def bytes(self) -> list[int]:
-        """What the parameters of each segment weigh."""
+        """Bytes of the parameters of each segment."""
         return [sum(_bytes(self.model.get_submodule(u)) for u in segment) for segment in self.segments()]
 
     def cut(self, cuts: Sequence[str]) -> Stages:
-        """The model cut at these units.
+        """The model, cut at these units.
 
         Raises:
             InvalidInput: it cannot be cut there, or the stages do not compute what the model computes.
@@ -109,23 +109,23 @@ class CutPoints:
         begins = [0, *(self.units.index(c) for c in cuts), len(self.units)]
         parts = []
         for begin, end in pairwise(begins):
-            door = standins.StubInput()
-            body = standins.stage_body(self.model, self.unit_calls, self.units[begin:end], door)
-            parts.append((body, standins.StubRun(body, door)))
+            stub_input = stubs.StubInput()
+            body = stubs.stage_body(self.model, self.unit_calls, self.units[begin:end], stub_input)
+            parts.append((body, stubs.StubRun(body, stub_input)))
         return parts
 
 
 def cut_points(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> CutPoints:
-    """Where the model can be cut, found by structure and by running the sample through it once.
+    """The points at which the model can be cut, found by structure and by one run on the sample.
 
-    Best is a graph of its code, cut where one tensor passes; then stand-ins, with which the code runs as it is; then a
-    graph that is good for the sample's sizes alone; last, places where several tensors pass.
+    In order of preference: a graph of its code, cut where one tensor passes; stub modules, with which the code runs
+    unchanged; a graph that is valid for the sample's sizes only; cuts that several tensors cross.
 
     Args:
-        model: may be on the meta device; the sample has numbers even then.
+        model: may be on the meta device; the sample has values even then.
         sample: inputs of one micro-batch.
-        cuts: modules that must be units of their own.
-        segments: how many are wanted; with fewer, the next way is tried.
+        cuts: modules that must be units.
+        segments: the wanted number; with fewer, the next way is tried.
 
     Raises:
         InvalidInput: a cut names no module, or the model's chain cannot be found.
@@ -136,21 +136,21 @@ def cut_points(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segme
             raise InvalidInput("cuts", cut, f"{_class_name(model)} has no module of that name",
                                f"cut at {_list_names(unit_names(model, opened_modules(model))[1:])}")  # fmt: skip
     inputs = by_name(inspect.signature(model.forward), sample)
-    inner = opened_modules(model, cuts)
+    opened = opened_modules(model, cuts)
     with preserved_state(model, training=False), PropagateShapes():
         try:
-            chain = trace(model, inner, inputs)
+            chain = trace(model, opened, inputs)
         except Untraceable as error:
             try:
-                return _by_stubs(model, inputs, inner)
+                return _by_stubs(model, inputs, opened)
             except Untraceable as other:
-                raise InvalidInput("pipeline", _class_name(model), f"no place to cut it was found: {error}; {other}",
+                raise InvalidInput("pipeline", _class_name(model), f"no cut point was found: {error}; {other}",
                                    CURE) from error  # fmt: skip
         if chain.conditional:
             with suppress(Untraceable):
-                found = _by_stubs(model, inputs, inner)
-                if set(cuts) <= set(found.names) and (cuts or len(found.names) >= segments - 1):
-                    return found
+                by_stubs = _by_stubs(model, inputs, opened)
+                if set(cuts) <= set(by_stubs.names) and (cuts or len(by_stubs.names) >= segments - 1):
+                    return by_stubs
     widths = {unit: _width(chain, unit) for unit in chain.units[1:]}
     names = tuple(unit for unit, width in widths.items() if width == 1)
     if len(names) < segments - 1:
@@ -167,21 +167,20 @@ def split(
     limit: int | None = None,
     holders: Sequence[int] | None = None,
 ) -> Stages:
-    """The model cut into `stages`, at `cuts` where they are named, else so that workers' `costs` are balanced.
+    """The model cut into `stages`, at `cuts` if given, else balanced by the `costs` of workers.
 
     Args:
-        model: stages hold its own modules; nothing is copied.
-        sample: inputs of one micro-batch, on the model's device unless that is meta; shows where the chain runs.
-        stages: how many.
+        model: the stages hold its own modules; nothing is copied.
+        sample: inputs of one micro-batch, on the model's device unless that is meta.
+        stages: their number.
         cuts: the modules at which stages 1, 2, ... begin.
-        costs: of each segment of ``joints(model, sample, (), stages)``, for instance the seconds that `measure` found;
-            default, and where there is another number of segments: the bytes of its parameters. Must be the same on
-            all workers.
-        limit: bytes of parameters that a stage may hold at most.
+        costs: of each segment of ``cut_points(model, sample, (), stages)``, for instance seconds by `measure_segments`.
+            Default, and for another number of segments: bytes of parameters. Must be the same on all workers.
+        limit: the maximum of bytes of parameters in a stage.
         holders: the worker of each stage; default: one stage per worker.
 
     Raises:
-        InvalidInput: the model cannot be cut so.
+        InvalidInput: the model cannot be cut in this way.
     """
     if cuts is not None and len(cuts) != stages - 1:
         raise InvalidInput("cuts", tuple(cuts), f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}",
@@ -199,22 +198,21 @@ def split(
 def _by_stubs(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> CutPoints:
     try:
         seen, in_training = (
-            standins.unit_calls(model, unit_names(model, inner), inputs, training=training)
-            for training in (False, True)
+            stubs.unit_calls(model, unit_names(model, inner), inputs, training=training) for training in (False, True)
         )
-    except standins.DataDependent:
-        raise Untraceable("it decides by numbers that it computes, or draws at random, what it computes") from None
+    except stubs.DataDependent:
+        raise Untraceable("its control flow depends on values that it computes or draws at random") from None
     except Exception as error:
         raise Untraceable(f"the sample does not run through it: {error}") from error
-    also = set(standins.stub_cut_points(in_training))
-    names = tuple(name for name in standins.stub_cut_points(seen) if name in also)
+    also = set(stubs.stub_cut_points(in_training))
+    names = tuple(name for name in stubs.stub_cut_points(seen) if name in also)
     if not names:
-        raise Untraceable("its blocks do not pass just one tensor from each to the next")
+        raise Untraceable("its blocks do not pass exactly one tensor from each to the next")
     return CutPoints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
 
 
 def _adopt(model: nn.Module, bodies: Sequence[nn.Module]) -> None:
-    """Give what no stage uses to the first one, so that nothing of the model is lost."""
+    """Add the tensors that no stage uses to the first stage, so that the state is complete."""
     held = {name for body in bodies for name in body.state_dict(keep_vars=True)}
     for path, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
@@ -224,7 +222,7 @@ def _adopt(model: nn.Module, bodies: Sequence[nn.Module]) -> None:
 
 
 def _place(body: nn.Module, path: str) -> nn.Module:
-    """The module of that name in `body`, made where it is missing."""
+    """The module of that name in `body`, created if missing."""
     for step in filter(None, path.split(".")):
         if body._modules.get(step) is None:
             body.add_module(step, nn.Module())
@@ -235,7 +233,7 @@ def _place(body: nn.Module, path: str) -> nn.Module:
 
 
 def _width(chain: Chain, unit: str) -> int:
-    """How many tensors would cross a cut there; 0 where it cannot be cut."""
+    """The number of tensors that would cross a cut at `unit`; 0 if it cannot be cut there."""
     try:
         return len(Division(chain, [unit]).crossing[0])
     except Untraceable:
@@ -263,12 +261,12 @@ def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_running(model: nn.Module, modules: Sequence[Stage], cuts: Sequence[str]) -> None:
-    """Running statistics are one worker's, who alone knows in which order they were visited."""
+    """Refuse running statistics in several stages: only one worker that makes all calls can update them in order."""
     holders = Counter(id(buffer) for stage in modules for buffer in stage.buffers())
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean") and holders[id(buffer)] > 1:
-            raise InvalidInput("cuts", ", ".join(cuts), f"several stages would keep running statistics of their own in "
-                               f"{name}", "cut so that all calls of that layer lie in one stage")  # fmt: skip
+            raise InvalidInput("cuts", ", ".join(cuts), f"several stages would update running statistics of "
+                               f"{name}", "cut so that all calls of that layer are in one stage")  # fmt: skip
 
 
 def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: a part of the user's model under the names that it has in the whole."""
+"""One stage of a pipeline: a part of the user's model, under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], Any]
 
 
 def by_name(signature: inspect.Signature, inputs: Inputs) -> dict[str, Any]:
-    """What the model is called with, by the names of its forward's parameters.
+    """The model's arguments, by the names of its forward's parameters.
 
-    A tuple is positional arguments, a mapping keywords, anything else the only argument.
+    A tuple contains positional arguments, a mapping keywords; anything else is the only argument.
     """
     if isinstance(inputs, Mapping):
         bound = signature.bind(**inputs)
@@ -38,18 +38,18 @@ def by_name(signature: inspect.Signature, inputs: Inputs) -> dict[str, Any]:
 
 
 class Stage(nn.Module):
-    """A part of a model, with the parameters and buffers that it uses, under the whole model's names.
+    """A part of a model with the parameters and buffers that it uses, under the whole model's names.
 
-    ``stage(*values, **inputs)`` takes the tensors that the stage before gave and the model's own inputs by name; it
-    returns the tensors that the next stage takes. The last stage returns the tensors in the model's output;
-    ``assemble`` puts them back into the form that the model returns.
+    ``stage(*values, **inputs)`` takes the output of the previous stage and the model's own inputs by name, and returns
+    the input of the next stage. The last stage returns the tensors in the model's output; ``assemble`` restores the
+    output's structure.
 
     Args:
-        body: holds the stage's modules; not one of them itself, so that its name is in none of theirs.
-        run: computes the stage, from what arrived and the model's inputs.
+        body: holds the stage's modules. It is not a submodule, so its name is in none of theirs.
+        run: computes the stage, from the received tensors and the model's inputs.
         last: whether `run` returns the model's output.
         signature: of the whole model's forward.
-        aliases: local names of tied parameters and buffers, where the whole model lists them under another one.
+        aliases: local names of tied parameters and buffers, to their names in the whole model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         self._form: tuple[TreeSpec, list[Any]] | None = None
 
     def forward(self, *values: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
-        """What leaves the stage."""
+        """The stage's output tensors."""
         body = self.__dict__["_body"]
         body.training = self.training
         out = self._run(tuple(_with_contiguous_grad(v) if v.requires_grad else v for v in values), inputs)
@@ -75,7 +75,7 @@ class Stage(nn.Module):
         return tensors
 
     def begin_with(self, act: Callable[[], None]) -> None:
-        """Have ``act()`` called in the next forward pass, before the first of what this stage alone computes."""
+        """Call ``act()`` in the next forward pass, before the first computation that belongs to this stage alone."""
         later = getattr(self._run, "begin_with", None)
         if later is None:
             act()
@@ -83,23 +83,23 @@ class Stage(nn.Module):
             later(act)
 
     def assemble(self, tensors: Tensor | tuple[Tensor, ...]) -> Any:
-        """The model's output, of the form that the last forward pass returned, from the tensors in it."""
+        """The model's output from its tensors, with the structure that the last forward pass returned."""
         assert self._form is not None, "only the last stage, after a forward pass"
         spec, leaves = self._form
         rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
         return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in leaves], spec)
 
     def whole_names(self) -> dict[str, nn.Parameter]:
-        """The stage's parameters under the names that ``model.named_parameters()`` gives them."""
+        """The stage's parameters by their names in ``model.named_parameters()``."""
         return {self.alias_names.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def whole_buffers(self) -> dict[str, Tensor]:
-        """The stage's buffers under the names that ``model.named_buffers()`` gives them."""
+        """The stage's buffers by their names in ``model.named_buffers()``."""
         return {self.alias_names.get(name, name): buffer for name, buffer in self.named_buffers()}
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """The same value; its gradient comes out contiguous, as gloo and NCCL want what they send."""
+    """The identity, with a contiguous gradient, as gloo and NCCL require for sending."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _with_contiguous_grad(value: Tensor) -> Tensor:
 
 def _sendable(value: Any, arrived: tuple[Tensor, ...]) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(f"a {type(value).__name__} would have to travel between stages; only tensors can")
+        raise TypeError(f"a {type(value).__name__} cannot be sent between stages; only tensors can")
     if value._is_view() or any(value is a for a in arrived):
         return value.clone(memory_format=torch.contiguous_format)  # zero-bubble schedules detach it in place
     return value.contiguous()

@@ -10,24 +10,24 @@ from typing import Any
 
 from unisono.errors import InvalidInput
 
-COST_UNITS = 10_000  # into which costs are rounded: equal sums then are equal, whatever was added first
-TOLERANCE = 1.02  # times that differ by less are as good; a measurement is no better
+COST_UNITS = 10_000  # costs are rounded to integers with this sum, so that sums do not depend on the order
+TOLERANCE = 1.02  # times within this factor count as equal; a measurement is no better
 
 
 def balance(
     costs: Sequence[float], stages: int, *, bytes: Sequence[int] | None = None, limit: int | None = None
 ) -> tuple[int, ...]:
-    """Where stages 1, 2, ... begin, so that the largest sum of costs in a stage is as small as it can be.
+    """The units at which stages 1, 2, ... begin, such that the largest cost of a stage is minimal.
 
-    Exact, by dynamic programming over (stages, units); of equally good cuts the earliest. `bytes` are what each unit
-    weighs, and no stage may hold more than `limit` bytes.
+    Exact, by dynamic programming over (stages, units); of equal optima, the earliest cuts. `bytes` are those of each
+    unit, and no stage may exceed `limit` bytes.
 
     Raises:
         InvalidInput: fewer units than stages, or no cut keeps every stage within `limit`.
     """
     units = len(costs)
     if not 1 <= stages <= units:
-        raise InvalidInput("stages", stages, f"the model has {units} units to cut between, so 1 to {units} stages",
+        raise InvalidInput("stages", stages, f"the model has {units} units, so 1 to {units} stages",
                            f"cut into {max(1, min(stages, units))}")  # fmt: skip
     seconds = [0.0, *accumulate(costs)]
     weight = [0, *accumulate(bytes or [0] * units)]
@@ -57,17 +57,17 @@ def balance(
 def balance_workers(
     costs: Sequence[float], bytes: Sequence[int], holders: Sequence[int], limit: int | None = None
 ) -> tuple[int, ...]:
-    """Where stages begin, so that the busiest worker has as little to do as it can; of cuts that are as good but for
-    some noise, one that weighs the heaviest worker down the least.
+    """The units at which stages begin, such that the busiest worker's cost is minimal. Among cuts within `TOLERANCE`,
+    the heaviest worker's bytes are minimal.
 
-    Times are exactly the best with one stage per worker. With several, what `balance` finds for single stages is
-    improved as long as moving neighbouring cuts together helps.
+    Costs are optimal with one stage per worker. With several, the result of `balance` for single stages is improved by
+    moving neighbouring cuts together, until that no longer helps.
 
     Args:
-        costs: of each unit, in any measure.
+        costs: of each unit, in any unit.
         bytes: of each unit.
         holders: the worker of each stage.
-        limit: bytes that a stage may hold.
+        limit: the maximum of bytes in a stage.
 
     Raises:
         InvalidInput: as `balance`.
@@ -86,12 +86,12 @@ def balance_workers(
 
 
 def sums(values: Sequence[Any], cuts: Sequence[int]) -> list[Any]:
-    """Of the values in each stage."""
+    """The sum of the values in each stage."""
     return [sum(values[begin:end]) for begin, end in pairwise((0, *cuts, len(values)))]
 
 
 def _loads(values: Sequence[int], holders: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """Of the values that each worker holds, the largest first."""
+    """The sum of the values of each worker, in descending order."""
     found = dict.fromkeys(holders, 0)
     for holder, value in zip(holders, sums(values, cuts), strict=True):
         found[holder] += value
@@ -99,7 +99,7 @@ def _loads(values: Sequence[int], holders: Sequence[int], cuts: Sequence[int]) -
 
 
 def _improved(cuts: tuple[int, ...], units: int, cost: Callable[[tuple[int, ...]], list[int]]) -> tuple[int, ...]:
-    """From `cuts` downhill, to where no move helps."""
+    """Hill climbing from `cuts`, until no move reduces the cost."""
     while True:
         best = min(_moves(cuts, units), key=cost, default=cuts)
         if cost(best) >= cost(cuts):
@@ -108,7 +108,7 @@ def _improved(cuts: tuple[int, ...], units: int, cost: Callable[[tuple[int, ...]
 
 
 def _moves(cuts: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
-    """All cuts in which some neighbours have moved together, no stage being empty."""
+    """All cuts in which some neighbours are moved together, and no stage is empty."""
     for begin in range(len(cuts)):
         for end in range(begin + 1, len(cuts) + 1):
             low = cuts[begin - 1] + 1 if begin else 1

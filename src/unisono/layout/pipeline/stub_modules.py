@@ -1,8 +1,8 @@
-"""A stage of a model whose code cannot be written as a graph: the model's own forward, with stand-ins.
+"""Stages of a model whose code cannot be written as a graph: the model's own forward, with stub modules.
 
-On every stage the model's own code runs. Units of earlier stages are replaced by stand-ins that give what arrived
-from the stage before; the first unit of a later stage by one that takes what it is given and ends the forward pass.
-Everything else that the code computes on the way (masks, rotary tables) it computes from the model's own inputs.
+Every stage runs the model's own code. Stubs replace the units of earlier stages and return the tensor received from the
+previous stage. A stub for the first unit of a later stage takes its input and ends the forward pass. All other values
+(masks, rotary tables) are computed from the model's own inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.layout.pipeline.preserved_state import preserved_state
 
 
 class _StageOutput(Exception):
-    """The stage is computed; carries what leaves it."""
+    """Ends the forward pass of a stage, with its output."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -32,19 +32,18 @@ class _StageOutput(Exception):
 
 
 class DataDependent(Exception):
-    """The model's own code decides what it calls by numbers that it computes or draws at random."""
+    """The model's own code selects its calls by values that it computes or draws at random."""
 
 
 @dataclass
 class StubInput:
-    """Where what arrived from the stage before waits for the stand-ins, and what is to be done before the stage's first
-    unit is called."""
+    """The tensor received from the previous stage, which stubs return, and an action before the stage's first unit."""
 
     value: Tensor | None = None
     begin: Callable[[], None] | None = None
 
     def on_first_unit(self, *_: Any) -> None:
-        """The first unit is called."""
+        """Called before the stage's first unit."""
         begin, self.begin = self.begin, None
         if begin is not None:
             begin()
@@ -52,8 +51,13 @@ class StubInput:
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A call of a unit: the first tensor that it took, and what it gave; and whether anything that was made before it,
-    but that tensor, was used during it or later."""
+    """A call of a unit.
+
+    Attributes:
+        input: its first tensor argument.
+        output: its result.
+        crossed: whether a value computed before it, other than `input`, was used during the call or later.
+    """
 
     unit: str
     input: Tensor | None
@@ -62,11 +66,12 @@ class UnitCall:
 
 
 class _DependencyTracker(TorchDispatchMode):
-    """Follows tensors past the calls of units, of which `call` is the latest.
+    """Tracks through which calls of units tensors can pass; `call` is the latest call.
 
-    Of every tensor that depends on more than the model's inputs it knows the first call that it cannot get past: what a
-    unit gives gets past the next one (there it arrives from the stage before), all else that was made in a unit or
-    drawn at random does not, and what the model's own code makes of several gets as far as all of them.
+    For each tensor that depends on more than the model's inputs, it stores the first call that the tensor cannot cross.
+    A unit's output can cross the next call, as it is received from the previous stage there. Other values that were
+    computed in a unit or drawn at random cannot. A result of the model's own code can cross as far as all of its
+    arguments.
     """
 
     def __init__(self) -> None:
@@ -89,23 +94,23 @@ class _DependencyTracker(TorchDispatchMode):
         return out
 
     def enter(self) -> None:
-        """A unit is called."""
+        """Called before a unit."""
         if random.getstate() != self._python:
             raise DataDependent
         self.call, self.inside = self.call + 1, True
 
-    def leave(self, gave: Any) -> None:
-        """It has given this."""
+    def leave(self, output: Any) -> None:
+        """Called after a unit, with its output."""
         self.inside, self._python = False, random.getstate()
-        if isinstance(_first_element(gave), Tensor):
-            self._end[_first_element(gave)] = self.call + 2
+        if isinstance(_first_element(output), Tensor):
+            self._end[_first_element(output)] = self.call + 2
 
 
 def unit_calls(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], *, training: bool) -> list[UnitCall]:
     """The calls of `units` in one forward pass, in order.
 
     Raises:
-        Decided: which they are depends on numbers.
+        DataDependent: the calls depend on values.
     """
     seen: list[tuple[str, Tensor | None, Any]] = []
     flow = _DependencyTracker()
@@ -130,8 +135,11 @@ def unit_calls(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]
 
 
 def stub_cut_points(seen: Sequence[UnitCall]) -> list[str]:
-    """Units at which a stage can begin: called once, on the very tensor that the unit called before it gave, which is
-    all that they and what follows need of what was made before."""
+    """Units at which a stage can begin.
+
+    Such a unit is called once. Its input is the output of the previously called unit, and the only earlier value that
+    it and later code use.
+    """
     called = [v.unit for v in seen]
     good = []
     for before, after in pairwise(seen):
@@ -142,54 +150,54 @@ def stub_cut_points(seen: Sequence[UnitCall]) -> list[str]:
 
 
 class _Stub(nn.Module):
-    """In place of a unit: knows what the unit knew about itself (`attention_type`, ...) but none of its tensors."""
+    """Replaces a unit: has the unit's plain attributes (`attention_type`, ...), but none of its tensors."""
 
-    def __init__(self, unit: nn.Module, door: StubInput) -> None:
+    def __init__(self, unit: nn.Module, stub_input: StubInput) -> None:
         super().__init__()
-        mine = self.__dict__.keys() | {"forward"}  # which a unit that is split has as an attribute
+        mine = self.__dict__.keys() | {"forward"}  # a split unit has `forward` as an attribute
         known = {k: v for k, v in unit.__dict__.items() if not k.startswith("_") and k not in mine}
         hollow = {
-            name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one number, however large
+            name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one element of memory
             for name, p in unit.named_parameters(recurse=False)
         }
-        self.__dict__.update({**known, **hollow, "_door": door, "_kind": type(unit)})
+        self.__dict__.update({**known, **hollow, "_stub_input": stub_input, "_kind": type(unit)})
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the unit that its `forward` is called by, too."""
+        """A method of the unit; it calls `forward` too."""
         return self.forward if callable(getattr(self.__dict__["_kind"], name, None)) else super().__getattr__(name)
 
 
 class EarlierStub(_Stub):
-    """In place of a unit of an earlier stage."""
+    """Replaces a unit of an earlier stage."""
 
-    def __init__(self, unit: nn.Module, door: StubInput, gave: Any) -> None:
-        super().__init__(unit, door)
-        self._more = len(gave) - 1 if isinstance(gave, tuple | list) else None
+    def __init__(self, unit: nn.Module, stub_input: StubInput, output: Any) -> None:
+        super().__init__(unit, stub_input)
+        self._more = len(output) - 1 if isinstance(output, tuple | list) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What arrived, of the form that the unit gives."""
-        value = self.__dict__["_door"].value
+        """The received tensor, in the structure of the unit's output."""
+        value = self.__dict__["_stub_input"].value
         return value if self._more is None else (value, *[None] * self._more)
 
 
 class LaterStub(_Stub):
-    """In place of a unit of a later stage."""
+    """Replaces a unit of a later stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends the forward pass."""
+        """End the forward pass."""
         value = _first(args, kwargs)
         assert value is not None
         raise _StageOutput(value)
 
 
-def with_stubs(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
-    """`model` with stand-ins: modules above them are copied, all others are the model's own."""
+def with_stubs(model: nn.Module, stubs: Mapping[str, nn.Module]) -> nn.Module:
+    """`model` with stubs. Ancestors of stubs are copied; all other modules are the model's own."""
 
     def copied(module: nn.Module, path: str) -> nn.Module:
-        if path in stands:
-            return stands[path]
+        if path in stubs:
+            return stubs[path]
         prefix = f"{path}." if path else ""
-        if not any(name.startswith(prefix) for name in stands):
+        if not any(name.startswith(prefix) for name in stubs):
             return module
         new = copy.copy(module)
         new.__dict__ = dict(module.__dict__)
@@ -199,27 +207,29 @@ def with_stubs(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
     return copied(model, "")
 
 
-def stage_body(model: nn.Module, seen: Sequence[UnitCall], own: Collection[str], door: StubInput) -> nn.Module:
-    """The model with stand-ins for all units but `own`."""
+def stage_body(model: nn.Module, seen: Sequence[UnitCall], own: Collection[str], stub_input: StubInput) -> nn.Module:
+    """The model with stubs for all units but `own`."""
     order = list(dict.fromkeys(v.unit for v in seen))
     first = min(order.index(u) for u in own)
-    gave = {v.unit: v.output for v in seen}
-    stands: dict[str, nn.Module] = {}
+    output = {v.unit: v.output for v in seen}
+    stubs: dict[str, nn.Module] = {}
     for place, unit in enumerate(order):
         module = model.get_submodule(unit)
         if unit not in own:
-            stands[unit] = EarlierStub(module, door, gave[unit]) if place < first else LaterStub(module, door)
+            stubs[unit] = (
+                EarlierStub(module, stub_input, output[unit]) if place < first else LaterStub(module, stub_input)
+            )
         elif place == first:
-            module.register_forward_pre_hook(door.on_first_unit)
-    return with_stubs(model, stands)
+            module.register_forward_pre_hook(stub_input.on_first_unit)
+    return with_stubs(model, stubs)
 
 
 @dataclass(frozen=True)
 class StubRun:
-    """Computes one stage: what leaves it, or the model's output where it is the last.
+    """Computes one stage: its output tensor, or the model's output on the last stage.
 
     Args:
-        body: what `body` gave, with `door`.
+        body: the result of `stage_body` with `stub_input`.
     """
 
     body: nn.Module
@@ -235,7 +245,7 @@ class StubRun:
             self.stub_input.value = None
 
     def begin_with(self, act: Callable[[], None]) -> None:
-        """See `Stage.begin_with`: before its first unit the model's own code computes what earlier stages computed."""
+        """See `Stage.begin_with`: before its first unit, the model's code repeats computations of earlier stages."""
         self.stub_input.begin = act
 
 
@@ -247,5 +257,5 @@ def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-def _first_element(gave: Any) -> Any:
-    return gave[0] if isinstance(gave, tuple | list) and gave else gave
+def _first_element(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output

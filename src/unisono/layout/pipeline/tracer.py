@@ -1,8 +1,7 @@
-"""torch.fx, with the values at hand: what a model's own code asks about sizes while it is traced is answered.
+"""A torch.fx tracer with values: questions of the model's own code about sizes are answered while tracing.
 
-Every proxy knows its value on the sample. A condition on sizes (is the sequence too long?) takes the way that the
-sample takes, and a check is written into the graph that later micro-batches take it too. A condition on numbers of
-tensors stays what cannot be traced.
+Every proxy has its value on the sample. A condition on sizes (is the sequence too long?) takes the sample's branch, and
+the graph gets a check that later micro-batches take it too. A condition on values of tensors cannot be traced.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from torch.fx.proxy import Attribute, TraceError
 
 from unisono.errors import InvalidInput
 
-# Functions of torch that take sizes and no tensor, so that torch would not hand them to a proxy.
+# Functions of torch that take sizes and no tensor, so that torch would not dispatch them to a proxy.
 _FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn,
            torch.zeros)  # fmt: skip
 
 
 def check_same_answer(found: Any, on_sample: Any) -> None:
-    """A node of the graph: what the code asked has the answer that it had on the sample.
+    """A node of the graph: checks that a question about sizes has the same answer as on the sample.
 
     Raises:
-        InvalidInput: it has not.
+        InvalidInput: it has another one.
     """
     if found != on_sample:
         raise InvalidInput(
-            "pipeline", found, "the model's code asks for a size and goes another way in this micro-batch than in the "
-            f"one by which it was cut into stages, where it was {on_sample}",
+            "pipeline", found, "the model's code branches on a size, which differs in this micro-batch from the one "
+            f"by which it was cut into stages, where it was {on_sample}",
             "give micro-batches of one shape, write the model as nn.Sequential, or use pipeline=1")  # fmt: skip
 
 
@@ -41,7 +40,7 @@ class Tracer(fx.Tracer):
     """Calls every module but the `opened` ones as a whole.
 
     Args:
-        given: what the model's forward is called with, by name, defaults included.
+        given: the arguments of the model's forward, by name, defaults included.
     """
 
     proxy_buffer_attributes = True
@@ -55,7 +54,7 @@ class Tracer(fx.Tracer):
 
     @property
     def drew_random(self) -> bool:
-        """Whether the code has drawn random numbers of which the graph does not know."""
+        """Whether the code has drawn random numbers outside of the graph."""
         return random.getstate() != self._python or not torch.equal(torch.get_rng_state(), self._torch)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -83,18 +82,20 @@ class Tracer(fx.Tracer):
         return iter([parts[place] for place in range(self.answer(obj, len))])
 
     def answer(self, obj: fx.Proxy, ask: Callable[[Any], Any]) -> Any:
-        """What `ask` gives for the value; in a micro-batch that gives something else the graph will not run."""
+        """The result of `ask` for the value; the graph refuses micro-batches with another result."""
         value = self.values[obj.node]
         if isinstance(value, Tensor) and ask is not len:
-            raise TraceError("it depends on the numbers in a tensor what is computed")
+            raise TraceError("control flow depends on the values of a tensor")
         found = ask(value)
-        if not any(isinstance(self.values[n], torch.device) for n in obj.node.all_input_nodes):  # meta is not the last
+        if not any(
+            isinstance(self.values[n], torch.device) for n in obj.node.all_input_nodes
+        ):  # devices differ between meta and real runs
             asked = obj if ask is bool else self.create_proxy("call_function", ask, (obj,), {})
             self.create_proxy("call_function", check_same_answer, (asked, found), {})
         return found
 
     def _value(self, node: fx.Node) -> Any:
-        """What the node gives on the sample."""
+        """The value of the node on the sample."""
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
         before, self._inside = self._inside, True
         python, generator = random.getstate(), torch.get_rng_state()
@@ -119,7 +120,7 @@ class Tracer(fx.Tracer):
 
 
 class _ValueProxy(fx.Proxy):
-    """A proxy that can say more than its name."""
+    """A proxy that answers questions about its value."""
 
     def __getattr__(self, k: str) -> Attribute:
         return _ValueAttribute(self, k)
@@ -138,4 +139,4 @@ class _ValueProxy(fx.Proxy):
 
 
 class _ValueAttribute(Attribute, _ValueProxy):
-    """An attribute of one."""
+    """An attribute of a `_ValueProxy`."""

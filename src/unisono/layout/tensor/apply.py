@@ -1,4 +1,4 @@
-"""A plan put into effect: parameters become DTensors under their names, on the ``tensor`` mesh."""
+"""Applies a tensor plan: parameters become DTensors under their names, on the ``tensor`` mesh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    """Split `model` in place over the 1-D `mesh`, whose members hold equal weights.
+    """Split `model` in place over the 1-D `mesh`, whose ranks hold equal weights.
 
-    Names of parameters and the shapes that they say they have stay those of the whole model. What is not in
-    ``plan.split`` stays a plain parameter, whose gradient is the same on every member.
+    Parameters keep the names and the global shapes of the whole model. Modules outside of ``plan.split`` keep plain
+    parameters, whose gradients are equal on all ranks.
 
     Raises:
         InvalidInput: a name in the plan that fits no module.
@@ -47,10 +47,10 @@ def _style(module: nn.Module, word: str) -> ParallelStyle:
 
 
 class _MatrixStyle(ParallelStyle):
-    """A matrix over its outputs or its inputs.
+    """A matrix split over its outputs or its inputs.
 
-    Torch's own `ColwiseParallel` and `RowwiseParallel` hand on views, in which no model may work in place; they
-    know neither ``Conv1D`` nor several blocks in one matrix.
+    Torch's own `ColwiseParallel` and `RowwiseParallel` return views, on which models cannot work in place. They support
+    neither ``Conv1D`` nor several blocks in one matrix.
     """
 
     def __init__(self, word: str) -> None:
@@ -65,12 +65,12 @@ class _MatrixStyle(ParallelStyle):
             blocks = RowExchange(found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group))
             _distribute(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
             forward = _column(found.output_dimension, group, blocks, self.word == GATHERED)
-        module.forward = MethodType(forward, module)  # bound, so that a copy of the module computes with its own
+        module.forward = MethodType(forward, module)  # bound, so that a copy of the module uses its own weights
         return module
 
 
 class _Vocabulary(ParallelStyle):
-    """An embedding over its rows; `padding_idx` is the number of a row of the whole one."""
+    """An embedding split over its rows; `padding_idx` is a row of the whole one."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -114,8 +114,8 @@ def _column(
 def _distribute(module: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, int]) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name in dimensions:
-            spread = distribute_tensor(parameter, mesh, [Shard(dimensions[name])], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+            sharded = distribute_tensor(parameter, mesh, [Shard(dimensions[name])], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention code that reckons with all heads, told that this worker has fewer."""
+"""Adapts attention code that computes with the number of all heads to the heads of one worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS_OF_HEADS = (
     "num_kv_heads", "num_key_value_heads", "kv_heads", "n_local_heads", "n_local_kv_heads",
 )  # fmt: skip
 _WIDTHS_OF_ONE_HEAD = ("head_dim", "head_width", "head_size", "d_head", "dim_head", "attention_head_size")
-# widths that attention code reshapes its output to
+# widths to which attention code reshapes its output
 WIDTHS_OF_HEADS = ("all_head_size", "split_size", "inner_dim")
 
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
@@ -34,7 +34,7 @@ def head_counts(module: nn.Module) -> dict[str, int]:
 
 
 def heads(module: nn.Module) -> dict[str, int]:
-    """The numbers of heads of one module: its attributes, or what a head's width says about its matrices."""
+    """The numbers of heads of one module: its attributes, or its matrices' outputs over the width of a head."""
     own, found = vars(module), [each for child in module.children() if (each := matrix(child)) is not None]
     widths = {name: own[name] for name in _WIDTHS_OF_ONE_HEAD if type(own.get(name)) is int and own[name] > 0}
     if head_counts(module) or not widths or len(found) < 2:
@@ -44,7 +44,7 @@ def heads(module: nn.Module) -> dict[str, int]:
 
 
 def indivisible_heads(module: nn.Module, degree: int) -> str | None:
-    """The sentence that says which number of heads inside `module` does not divide by `degree`."""
+    """A sentence with the number of heads inside `module` that does not divide by `degree`; None if all divide."""
     for inner in module.modules():
         for name, number in heads(inner).items():
             if number % degree:
@@ -53,7 +53,7 @@ def indivisible_heads(module: nn.Module, degree: int) -> str | None:
 
 
 def check_heads(model: nn.Module, degree: int) -> None:
-    """Refuse a degree that cuts through heads; looks at attributes alone and starts nothing.
+    """Refuse a degree that cuts through heads; reads attributes only.
 
     Raises:
         InvalidInput: `degree` is below 1 or does not divide every number of heads in `model`.
@@ -81,9 +81,9 @@ def divided(scope: nn.Module, degree: int) -> Iterator[None]:
 
 
 def divide(scope: nn.Module, degree: int) -> list[tuple[nn.Module, str, int]]:
-    """Set the numbers of heads of every module in `scope` to those of one worker; returns what they were.
+    """Set the numbers of heads of every module in `scope` to those of one worker; returns the former ones.
 
-    Only attributes of the modules themselves: a config object is shared by all layers and stays as it is.
+    Changes only attributes of the modules themselves: a config object is shared by all layers.
     """
     before = []
     for module in scope.modules():
@@ -98,10 +98,10 @@ def divide(scope: nn.Module, degree: int) -> list[tuple[nn.Module, str, int]]:
 
 
 class LocalShapes(TorchFunctionMode):
-    """While it is on, sizes that count all heads ask for the part of them that is here.
+    """While active, reshapes to sizes with all heads use the local number of heads.
 
-    Only a request that cannot be met is changed: a view of `degree` times as many numbers as there are, and a
-    split into the `groups` blocks of a matrix that holds queries, keys and values.
+    Only calls that would fail are changed: a view to `degree` times the number of elements, and a split into the
+    `groups` blocks of a matrix of queries, keys and values.
     """
 
     def __init__(self, degree: int, groups: Iterable[int], heads: Iterable[int]) -> None:
@@ -148,8 +148,8 @@ def local_sizes(
 ) -> tuple[int, ...] | None:
     """`wanted`, `degree` times too large for `shape`, with one size divided: that of the heads.
 
-    Leading sizes of equal product (samples, positions) are passed over, so that the choice does not depend on
-    how many samples there are; then a known number of heads is taken, or else the first size that divides.
+    Leading sizes of equal product (samples, positions) are skipped, so that the choice does not depend on the number of
+    samples. Then a known number of heads is chosen, else the first size that divides.
     """
     begun = {math.prod(shape[:i]) for i in range(len(shape))}
     start = max(j for j in range(len(wanted)) if math.prod(wanted[:j]) in begun)
@@ -161,7 +161,7 @@ def local_sizes(
 
 
 def localized(scope: nn.Module, mode: Callable[[], LocalShapes]) -> Callable[..., Any]:
-    """The forward function of `scope`, to be bound to it, run under a fresh mode."""
+    """The forward function of `scope`, to be bound to it, which runs under a fresh mode."""
     before = vars(scope).get("forward")
 
     @wraps(type(scope).forward)
@@ -173,7 +173,7 @@ def localized(scope: nn.Module, mode: Callable[[], LocalShapes]) -> Callable[...
 
 
 def local_mode(scope: nn.Module, degree: int, groups: Iterable[int]) -> Callable[[], LocalShapes]:
-    """Makes the modes for one attention module."""
+    """A factory of the modes for one attention module."""
     heads = {number for module in scope.modules() for number in head_counts(module).values()}
     kept = tuple(groups)
     return lambda: LocalShapes(degree, kept, heads)

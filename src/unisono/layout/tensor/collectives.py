@@ -1,6 +1,6 @@
-"""What passes between the members of a tensor group, both ways (Shoeybi et al. 2019, section 3).
+"""Differentiable collectives of a tensor group (Shoeybi et al. 2019, section 3).
 
-Every result is a tensor of its own, never a view, so that a model may go on in place (``ReLU(inplace=True)``).
+Every result is a separate tensor, never a view, so that a model may change it in place (``ReLU(inplace=True)``).
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 Function = Callable[..., Tensor]
-# one renamed the other: torch 2.13 warns of the old name, 2.11 lacks the new one
+# renamed in torch: 2.13 deprecates the old name, 2.11 lacks the new one
 _gather: Function = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, which all members have, on its way into their parts; its gradient is the sum of theirs."""
+    """`x`, equal on all ranks, as input of their parts; its gradient is the sum of all ranks' gradients."""
     return cast(Function, _CopyToGroup.apply)(x, group)
 
 
 def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all members' parts, the same bits for all of them."""
+    """Collective: the sum of all ranks' parts, bit-identical on all ranks."""
     return cast(Function, _SumOverGroup.apply)(part, group)
 
 
 def gather_from_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All members' parts (..., n) as one tensor (..., n * members), in the order of their ranks."""
+    """Collective: all ranks' parts (..., n) as one tensor (..., n * ranks), by rank."""
     return cast(Function, _GatherFromGroup.apply)(part, group)
 
 
 def scatter_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This member's share of the last dimension of `x`, which all members have; the way back gathers."""
+    """This rank's part of the last dimension of `x`, which is equal on all ranks; backward gathers."""
     return cast(Function, _ScatterToGroup.apply)(x, group)
 
 

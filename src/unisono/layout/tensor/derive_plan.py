@@ -1,4 +1,4 @@
-"""Which matrices of an unknown model can be split: guessed from their order, kept where numbers agree."""
+"""Derives which matrices of any model can be split: candidates by order and shape, verified numerically."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from unisono.layout.tensor.tensor_plan import TensorPlan
 from unisono.layout.tensor.verify import units
 
 _OWN = "the model's own plan"
-_UNVERIFIED = "no sample input was at hand to verify a split with"
+_UNVERIFIED = "without a sample input no split can be verified"
 
 
 def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str, Any] | None) -> TensorPlan:
-    """The plan for splitting `model` over `degree` workers that was verified on `sample`.
+    """The plan for splitting `model` over `degree` workers, verified on `sample`.
 
-    A plan that a transformers model brings along comes first, entry by entry where they compute the same; what that
-    leaves is searched in the order of the forward pass for attention (queries, keys and values, or the three in one
-    matrix, and the projection back), gated and plain perceptrons, and last the vocabulary and the head. Without a
-    sample everything stays whole.
+    The model's own plan (transformers) has precedence, for its entries that compute the same. The remaining modules are
+    searched in forward order for attention (queries, keys and values, or all three in one matrix, and the output
+    projection), then gated and plain perceptrons, then vocabulary and head. Without a sample everything stays whole.
     """
     if degree == 1 or sample is None:
         reason = _UNVERIFIED if degree > 1 else "there is one worker"
@@ -41,7 +40,7 @@ def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str,
 
 
 def unplanned_modules(model: nn.Module, named: Collection[str]) -> list[str]:
-    """The modules that have parameters of their own and are not in `named`."""
+    """The modules with parameters of their own that are not in `named`."""
     return [name for name, _ in _owners(model) if name not in named]
 
 
@@ -67,7 +66,7 @@ class _Search:
         return True
 
     def try_model_plan(self, own: TensorPlan) -> None:
-        """Take what the model's own plan says; what it asks for and is not built stays whole."""
+        """Try the entries of the model's own plan; unsupported entries stay whole."""
         names = {name for name, _ in self.model.named_modules()}
         fitting = {pattern: word for pattern, word in own.split.items() if _fits(pattern, names)}
         resolved = TensorPlan(fitting, own.whole).resolved(self.model)
@@ -80,7 +79,7 @@ class _Search:
                 self.because |= {name: f"{_OWN} fails: {self.reasons[name]}" for name in unit}
 
     def blocks(self) -> None:
-        """Take attention and perceptrons, found by their shapes among matrices called one after the other."""
+        """Try attention and perceptrons, found by the shapes of consecutively called matrices."""
         called = [(name, matrix(self.model.get_submodule(name))) for name in self.trial.seen.order]
         row = [(name, found) for name, found in called if found is not None]
         at = 0
@@ -89,7 +88,7 @@ class _Search:
             at += len(taken) or 1
 
     def vocabulary(self) -> None:
-        """Take the embedding that a head gives one number for each row of, or the largest; and the head."""
+        """Try the head, and its embedding: that with as many rows as the head has outputs, or the largest."""
         rows = {name: _rows(m) for name, m in self.model.named_modules() if is_vocabulary(m)}
         rows = {name: many for name, many in rows.items() if name in self.trial.seen.calls}
         if not rows:
@@ -111,7 +110,7 @@ class _Search:
         return found.outputs if found and name not in self.split else 0
 
     def plan(self) -> TensorPlan:
-        """What was taken, and a sentence for everything else that owns parameters."""
+        """The accepted splits, and a reason for every other module with parameters."""
         whole = {
             name: self.reasons.get(name) or _unsplittable(module, name in self.trial.seen.calls)
             for name, module in _owners(self.model)
@@ -125,7 +124,7 @@ class _Search:
 
 
 def _guesses(row: list[tuple[str, Matrix]]) -> Iterator[Unit]:
-    """What the matrices at the beginning of `row`, in the order of their calls, may be to each other."""
+    """Candidate units from the first matrices of `row`, which are in the order of their calls."""
     names, found = [name for name, _ in row], [each for _, each in row]
     if len(row) >= 4 and len({m.inputs for m in found[:3]}) == 1:
         *key_value, query = sorted(m.outputs for m in found[:3])
@@ -153,10 +152,10 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _unsplittable(module: nn.Module, called: bool) -> str:
     if isinstance(module, nn.MultiheadAttention):
-        return "a MultiheadAttention cuts queries, keys and values out of one parameter itself"
+        return "a MultiheadAttention has queries, keys and values in one parameter, and splits it itself"
     if not called:
         return "it is not called as a module in the forward pass"
     found = matrix(module)
     if found is not None:
-        return f"no layer after it takes up its {found.outputs} outputs"
+        return f"no later layer has its {found.outputs} outputs as inputs"
     return f"a {type(module).__name__} has no matrix to split"

@@ -1,4 +1,4 @@
-"""All members of a tensor group in one process, one after the other: what each would compute, added up."""
+"""Emulates a tensor group in one process: the ranks' computations, one after the other, with sums of their parts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unisono.layout.tensor.linear_modules import Matrix, embedded, grouped_rows,
 
 
 def emulate(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call) -> Any:
-    """The output of module `scope` when `degree` members compute it split as `unit` says.
+    """The output of module `scope` when `degree` ranks compute it split as `unit` says.
 
-    Every member's pass runs in turn. What a row layer sums is complete in the last one, whose output is
-    everybody's.
+    The ranks' passes run one after the other. The sum of a row layer is complete in the last pass, whose output is that
+    of all ranks.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in unit}
     output = None
@@ -38,7 +38,7 @@ def emulate(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, 
 
 @contextmanager
 def with_local_heads(scope: nn.Module, unit: Mapping[str, str], degree: int, treatment: str) -> Iterator[None]:
-    """Within the block, `scope` is told by `treatment` that it has its share of the heads."""
+    """Within the block, `scope` computes with its local heads, adapted as `treatment` says."""
     if treatment == "attributes":
         with heads.divided(scope, degree):
             yield

@@ -1,4 +1,4 @@
-"""One forward pass watched: who is called in which order, with what, and who uses whose parameters."""
+"""Traces one forward pass: the modules called, in order, their arguments, and the users of parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class ForwardTrace:
-    """What happened in one forward pass.
+    """The record of one forward pass.
 
     Args:
-        order: names of the modules called, each once, by their first call.
+        order: names of the called modules, each once, by their first call.
         calls: module name to the arguments of its first call.
         users: id of a parameter to the names of the modules whose code used it.
     """
@@ -36,12 +36,12 @@ class ForwardTrace:
 
 
 def trace_forward(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> ForwardTrace:
-    """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen.
+    """Run `model` once on `sample`, in evaluation mode and without gradients.
 
-    A model without numbers may look at those of what it is given.
+    A model on the meta device can read values of its inputs.
 
     Raises:
-        InvalidInput: its code fails; without numbers, because it looks at some that it computes.
+        InvalidInput: its code fails; on the meta device, because it reads values that it computes.
     """
     seen = ForwardTrace()
     inside: list[str] = []
@@ -70,27 +70,28 @@ def trace_forward(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any])
         args, kwargs = call
         try:
             model(*args, **kwargs)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             raise _failed(model, error) from error
     return seen
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidInput:
-    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
-    how = "run without numbers to find what can be split, its code fails" if is_meta(model) else "its code fails"
-    return InvalidInput("tensor", type(model).__name__, f"{how} ({said})",
-                        "let it not decide by numbers that it computes, or use tensor=1")  # fmt: skip
+    first_sentence = f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
+    how = "on the meta device, where possible splits are found, its code fails" if is_meta(model) else "its code fails"
+    return InvalidInput("tensor", type(model).__name__, f"{how} ({first_sentence})",
+                        "do not branch on computed values, or use tensor=1")  # fmt: skip
 
 
 def snapshot(call: Call) -> Call:
-    """`call` with all copied that a forward pass may change: a cache of keys, an input added to."""
+    """`call` with copies of all objects that a forward pass may change: a key-value cache, an input changed in
+    place."""
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
     memo: dict[int, Any] = {id(leaf): leaf.clone() if leaf.requires_grad else leaf for leaf in tensors}
     return copy.deepcopy(call, memo)
 
 
 def differentiable(call: Call) -> Call:
-    """`call` with every floating-point tensor made a leaf that asks for its gradient."""
+    """`call` with every floating-point tensor as a leaf that requires a gradient."""
 
     def leaf(x: Any) -> Any:
         wanted = isinstance(x, Tensor) and x.is_floating_point()
@@ -101,7 +102,7 @@ def differentiable(call: Call) -> Call:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block nothing is dropped and no statistic moves."""
+    """Within the block the model is in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -123,7 +124,7 @@ class _Uses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # `.dtype`, `.shape` and the like do no harm
+        if getattr(func, "__name__", "") != "__get__":  # attributes such as `.dtype` are not uses
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
                     self.users.setdefault(id(leaf), set()).add(self.inside[-1] if self.inside else "")

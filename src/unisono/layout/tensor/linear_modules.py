@@ -1,4 +1,4 @@
-"""What can be split: a module that multiplies by one matrix, seen the same whichever way it stores it."""
+"""Modules that multiply by one matrix, independent of how they store it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Matrix:
 
     @property
     def outputs(self) -> int:
-        """How many numbers come out."""
+        """The number of output features."""
         return self.weight.shape[self.output_dimension]
 
     @property
     def inputs(self) -> int:
-        """How many numbers go in."""
+        """The number of input features."""
         return self.weight.shape[1 - self.output_dimension]
 
     def upright(self, weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Matrix:
 
 
 def matrix(module: nn.Module) -> Matrix | None:
-    """`module` as a matrix; None for anything else, and for a subclass with a forward of its own."""
+    """`module` as a matrix; None for other modules, and for subclasses that override forward."""
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return Matrix(module, 0)
@@ -58,20 +58,20 @@ def matrix(module: nn.Module) -> Matrix | None:
 
 
 def is_vocabulary(module: nn.Module) -> bool:
-    """Whether `module` looks up rows and does nothing else to them."""
+    """Whether `module` only looks up rows."""
     plain = type(module).forward is nn.Embedding.forward
     return plain and getattr(module, "max_norm", None) is None and not getattr(module, "sparse", False)
 
 
 def grouped_rows(outputs: int, groups: int, degree: int, member: int) -> Tensor:
-    """The rows of a matrix of `groups` equal blocks that `member` computes, in order."""
+    """The rows of a matrix of `groups` equal blocks that rank `member` computes, in order."""
     rows = torch.arange(outputs)
     block = outputs // groups
     return rows[(rows % block) // (block // degree) == member]
 
 
 def embedded(module: nn.Embedding, weight: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """The part of the embedding of `tokens` that the rows of `weight`, from row `first`, give; else zeros."""
+    """The embeddings of `tokens` whose rows are in `weight`, which begins at row `first`; zeros for other tokens."""
     local = tokens - first
     mine = (local >= 0) & (local < len(weight))
     padding = None if module.padding_idx is None else module.padding_idx - first

@@ -1,6 +1,6 @@
-"""Blocks of a model on the meta device, given numbers for a moment, one at a time: no memory is too small.
+"""Gives blocks of a model on the meta device random values temporarily, one block at a time to save memory.
 
-Whether a split computes the same does not depend on which weights and inputs it is asked for, so any will do.
+Whether a split computes the same does not depend on weights and inputs, so random values suffice.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch.utils._pytree import tree_map
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether any parameter of `model` has a shape but no numbers."""
+    """Whether any parameter of `model` is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager
 def materialized(module: nn.Module) -> Iterator[None]:
-    """Within the block, parameters and buffers of `module` on the meta device have made-up numbers."""
+    """Within the block, parameters and buffers of `module` on the meta device have random values."""
     generator = torch.Generator().manual_seed(0)
     made: dict[Tensor, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for inner in module.modules():
-        places: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
-        for kept in places:
-            for name, tensor in kept.items():
+        registries: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for registry in registries:
+            for name, tensor in registry.items():
                 if tensor is not None and tensor.is_meta:
-                    before.append((kept, name, tensor))
-                    kept[name] = made.setdefault(tensor, _filled(tensor, generator))
+                    before.append((registry, name, tensor))
+                    registry[name] = made.setdefault(tensor, _filled(tensor, generator))
     try:
         yield
     finally:
-        for kept, name, tensor in before:
-            kept[name] = tensor
+        for registry, name, tensor in before:
+            registry[name] = tensor
 
 
 def materialized_inputs(call: Any) -> Any:
-    """`call` with made-up numbers in place of its meta tensors."""
+    """`call` with random values in place of its meta tensors."""
     generator = torch.Generator().manual_seed(1)
     return tree_map(lambda x: _filled(x, generator) if isinstance(x, Tensor) and x.is_meta else x, call)
 

@@ -1,4 +1,4 @@
-"""Blocks of a model that compute the same but for their weights, told by all that their code can see."""
+"""Signatures of blocks that compute the same except for their weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def block_signature(model: nn.Module, scope: str, unit: Mapping[str, str], call: Call) -> Hashable:
-    """What is equal for two units whose scopes have modules of the same kinds, with the same attributes and shapes,
-    and are called alike; what is neither a plain value nor a tensor must be the same object."""
+    """Equal for two units whose scopes have modules of the same kinds, attributes and shapes, and equal arguments.
+    Objects other than plain values and tensors must be identical."""
     inside = tuple((name, _module_key(module)) for name, module in model.get_submodule(scope).named_modules())
     words = tuple((name.removeprefix(scope), word) for name, word in unit.items())
     leaves, form = tree_flatten(call)
@@ -36,6 +36,6 @@ def _value_key(value: Any) -> Hashable:
         return type(value), value
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_value_key, value))
-    if isinstance(value, dict | set) and not value:  # hooks that nobody has put there
+    if isinstance(value, dict | set) and not value:  # no hooks
         return type(value)
     return id(value)

@@ -1,4 +1,4 @@
-"""Two computations of one block, compared: outputs and gradients, on random cotangents."""
+"""Compares outputs and gradients of two computations of one block, on random cotangents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class PassResult:
-    """What came out, and the gradients of what went in and of the parameters."""
+    """The outputs of a pass, and the gradients of its inputs and parameters."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
 def run_pass(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> PassResult:
-    """The outputs of `compute` and the gradients of a random weighting of them."""
+    """The outputs of `compute`, and the gradients of a random weighting of them."""
     call = differentiable(call)
     outputs = [x for x in tree_leaves(compute(call)) if isinstance(x, Tensor) and x.is_floating_point()]
     leaves = [x for x in tree_leaves(call) if isinstance(x, Tensor) and x.requires_grad]
@@ -38,7 +38,7 @@ def run_pass(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> P
 
 
 def difference(expected: PassResult, outcome: PassResult) -> str:
-    """The sentence that says what differs; empty where nothing does."""
+    """A sentence that describes the difference; empty without one."""
     if not expected.outputs:
         return "it has no output to compare"
     if [x.shape for x in expected.outputs] != [x.shape for x in outcome.outputs]:
@@ -48,12 +48,12 @@ def difference(expected: PassResult, outcome: PassResult) -> str:
         ("gradient", _distance(expected.gradients, outcome.gradients)),
     ):
         if not off <= 1:
-            return f"its {what} differs from the whole by {off * TOLERANCE:.1g} of the largest number"
+            return f"its {what} differs from the whole by {off * TOLERANCE:.1g} of the largest element"
     return ""
 
 
 def _distance(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float:
-    """The largest difference, in units of what rounding explains; a missing gradient is zero."""
+    """The largest difference, in units of the tolerance; a missing gradient counts as zero."""
     pairs = [(_or_zero(a, b), _or_zero(b, a)) for a, b in zip(ours, theirs)]
     scale = max((float(a.abs().max()) for a, _ in pairs if a.numel()), default=0.0)
     off = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)

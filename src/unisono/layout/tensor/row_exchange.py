@@ -1,9 +1,9 @@
-"""Queries, keys and values in one matrix: kept in plain boxes of rows, handed to those who need them.
+"""All-to-all of the rows of one matrix that contains queries, keys and values.
 
-The rows of such a matrix lie block by block (all queries, all keys, all values), and a worker needs its heads'
-share of every block. Its checkpoint, optimizer and FSDP want one box of rows. So the box is kept, and rows
-change places by one all-to-all when the forward pass begins; their gradients go the same way back. Nothing is
-summed: it is exact.
+The rows of such a matrix are block by block (all queries, all keys, all values), and a worker needs its heads' part of
+every block. Checkpoint, optimizer and FSDP need one box of rows per worker. So the box is stored, and rows are
+exchanged by one all-to-all when the forward pass begins; gradients take the reverse path. Nothing is summed, so the
+exchange is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.layout.tensor.linear_modules import grouped_rows
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Which rows of a matrix of `outputs` rows in `groups` blocks go where, seen by one of them."""
+    """The exchange of a matrix of `outputs` rows in `groups` blocks, for one of `degree` ranks."""
 
     outputs: int
     groups: int
@@ -29,30 +29,30 @@ class RowExchange:
     member: int
 
     def prepare(self) -> RowExchange:
-        """Count rows now: a forward pass may be one that knows shapes alone."""
+        """Compute the indices now: a forward pass may run on the meta device."""
         _ = self.order, self.sent, self.received
         return self
 
     @cached_property
     def order(self) -> Tensor:
-        """The rows of this member's box, those for member 0 first."""
+        """The rows of this rank's box, sorted by receiver."""
         return torch.cat([self._common(self.member, other) for other in range(self.degree)])
 
     @cached_property
     def sent(self) -> list[int]:
-        """How many rows go to each member."""
+        """The number of rows for each rank."""
         return [len(self._common(self.member, other)) for other in range(self.degree)]
 
     @cached_property
     def received(self) -> list[int]:
-        """How many rows come from each member; in the order of their numbers, as the members' boxes are."""
+        """The number of rows from each rank; rows are in the order of their numbers, as the boxes are by rank."""
         return [len(self._common(other, self.member)) for other in range(self.degree)]
 
     def exchange(self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
-        """The rows that this member computes, out of all members' boxes of rows; differentiable.
+        """Collective: the rows that this rank computes, from all ranks' boxes; differentiable.
 
         Args:
-            weight: this member's box (outputs / degree, inputs).
+            weight: this rank's box (outputs / degree, inputs).
             bias: its biases (outputs / degree,).
         """
         if bias is None:
@@ -61,8 +61,8 @@ class RowExchange:
         return both[:, :-1], both[:, -1]
 
     def _moved(self, box: Tensor, group: dist.ProcessGroup) -> Tensor:
-        leaving = box.index_select(0, self.order.to(box.device))
-        return collectives.all_to_all_single_autograd(leaving, self.received, self.sent, group)
+        rows = box.index_select(0, self.order.to(box.device))
+        return collectives.all_to_all_single_autograd(rows, self.received, self.sent, group)
 
     def _common(self, holder: int, user: int) -> Tensor:
         share = self.outputs // self.degree

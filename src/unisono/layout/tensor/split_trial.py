@@ -1,4 +1,4 @@
-"""One unit of a plan tried on the inputs that its block has: can it be split, and how must its code be told?"""
+"""Tries one unit of a plan on the inputs of its block: whether it can be split, and how its code must be adapted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.layout.tensor.numeric_compare import difference, run_pass
 TREATMENTS = ("", "attributes", "shapes")
 
 Unit = Mapping[str, str]
-"""Module names to words, of what can only be split together: the columns and the row that takes them up."""
+"""Module names to words, of modules that can only be split together: columns, and the row that uses their outputs."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class SplitVerdict:
     """Whether a unit can be split.
 
     Args:
-        reason: why not; empty where it can.
+        reason: why not; empty if it can.
         scope: the innermost called module that holds the whole unit.
-        treatment: how `scope` must be told that it has fewer heads; empty where it need not be told.
+        treatment: how `scope` is adapted to fewer heads; empty if it needs no adaptation.
     """
 
     reason: str = ""
@@ -41,7 +41,7 @@ class SplitVerdict:
 
 @dataclass(frozen=True)
 class SplitTrial:
-    """Tries units of `model` on the inputs that were seen; of blocks that are alike, the first."""
+    """Tries units of `model` on the traced inputs; of blocks with equal signatures, only the first."""
 
     model: nn.Module
     degree: int
@@ -65,7 +65,7 @@ class SplitTrial:
         return SplitVerdict(self._heads(unit, scope) or f"split over {self.degree}, {refused[0]}")
 
     def scope(self, unit: Unit) -> str:
-        """The innermost module that holds all of `unit` and is called as a function."""
+        """The innermost called module that holds all of `unit`."""
         paths = [name.split(".")[:-1] for name in unit]
         common = []
         for level in zip(*paths):
@@ -83,9 +83,9 @@ class SplitTrial:
     def _impossible(self, unit: Unit) -> str:
         words = list(unit.values())
         if ROW not in words and set(words) & set(COLUMNS):
-            return "a column without a row layer after it that adds its parts up"
+            return "a column without a later row layer that sums its parts"
         if words == [ROW]:
-            return "a row without a column layer before it that hands it its part"
+            return "a row without an earlier column layer that computes its part"
         unfit = ((name, self._unfit(name, unit)) for name in unit)
         return next((f"{name}: {why}" if len(unit) > 1 else why for name, why in unfit if why), "")
 
@@ -121,7 +121,7 @@ class SplitTrial:
         return any(each is not None and each.output_dimension for each in found)
 
     def _differs(self, scope: str, unit: Unit, treatment: str) -> str:
-        """How a split of `unit` differs from the whole; empty where it does not."""
+        """How a split of `unit` differs from the whole; empty without a difference."""
         kind = block_signature(self.model, scope, unit, self.seen.calls[scope]), treatment
         if kind not in self.tried:
             self.tried[kind] = self._compared(scope, unit, treatment)
@@ -140,6 +140,6 @@ class SplitTrial:
         with evaluating(self.model), materialized(module), torch.enable_grad():
             try:
                 expected, outcome = run_pass(whole, module, call), run_pass(split, module, call)
-            except Exception as error:  # the user's code may raise anything when it is handed a part
+            except Exception as error:  # the user's code may raise anything for a part
                 return f"its code fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return difference(expected, outcome)

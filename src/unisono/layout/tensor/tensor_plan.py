@@ -1,4 +1,4 @@
-"""Which matrices are split and how, as a value: by the user, by the model's author, or found by `derive`."""
+"""A plan of which matrices are split and how, as a value: from the user, the model's author, or `derive`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from unisono.errors import InvalidInput
 from unisono.layout.split_styles import COLUMN, GATHERED, ROW, SCATTERED, STYLES, VOCABULARY
 
-# what transformers calls them in `tp_plan` and `base_model_tp_plan`
+# the words of transformers in `tp_plan` and `base_model_tp_plan`
 _TRANSFORMERS = {
     "colwise": COLUMN,
     "rowwise": ROW,
@@ -28,18 +28,18 @@ _WHOLE_ALREADY = ("replicate", "replicated_with_grad_allreduce", "sequence_paral
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How the matrices of a model lie over the workers of the ``tensor`` axis.
+    """How the matrices of a model are split over the workers of the ``tensor`` axis.
 
     Args:
-        split: module name, or a pattern of names (``layers.*.mlp.up``), to one of ``column`` (each worker
-            computes its share of the outputs), ``row`` (its share of the inputs, summed), ``vocabulary`` (an
-            embedding's rows), ``column gathered`` (a head whose outputs are put together again), ``row scattered``
-            (of inputs that each worker has whole), ``column of thirds`` (queries, keys and values in one
-            matrix), ``column of halves`` (gate and up in one).
-        whole: module name to the sentence that says why every worker holds all of it.
-        local: name of a module whose code reckons with all heads, to how it is told that it has fewer:
-            ``attributes`` (its numbers of heads are divided) or ``shapes`` (the sizes that it asks for are).
-        because: module name to why it is split so, where that is not for its shape alone.
+        split: module name, or a pattern of names (``layers.*.mlp.up``), to one of ``column`` (each worker computes its
+            part of the outputs), ``row`` (its part of the inputs, summed), ``vocabulary`` (an embedding's rows),
+            ``column gathered`` (a head with gathered outputs), ``row scattered`` (of inputs that each worker has
+            whole), ``column of thirds`` (queries, keys and values in one matrix), ``column of halves`` (gate and up in
+            one).
+        whole: module name to the reason why every worker holds all of it.
+        local: name of a module whose code computes with all heads, to how it is adapted to fewer: ``attributes`` (its
+            numbers of heads are divided) or ``shapes`` (the sizes in its calls are).
+        because: module name to the origin of its split, unless that is its shape alone.
 
     Raises:
         InvalidInput: a word that is none of these.
@@ -54,7 +54,7 @@ class TensorPlan:
         for name, word in self.split.items():
             if word not in STYLES:
                 cure = "write one of " + ", ".join(STYLES)
-                raise InvalidInput(f"tensor plan, {name}", word, "no way to split a matrix", cure)
+                raise InvalidInput(f"tensor plan, {name}", word, "not a way to split a matrix", cure)
         for each in ("split", "whole", "local", "because"):
             object.__setattr__(self, each, MappingProxyType(dict(getattr(self, each))))
 
@@ -63,7 +63,7 @@ class TensorPlan:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> TensorPlan:
-        """The plan that a user wrote as names, or patterns of names, to words.
+        """The plan of a user's mapping from names, or patterns of names, to words.
 
         Raises:
             InvalidInput: an unknown word.
@@ -72,18 +72,18 @@ class TensorPlan:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> TensorPlan | None:
-        """The plan that a transformers model brings along; None where it brings none."""
+        """The plan that a transformers model has; None without one."""
         own = _own_words(model)
         known = {name: _TRANSFORMERS[word] for name, word in own.items() if word in _TRANSFORMERS}
         foreign = {
-            name: f'the model\'s own plan asks for "{word}", which is not built'
+            name: f'the model\'s own plan asks for "{word}", which is not supported'
             for name, word in own.items()
             if word not in _TRANSFORMERS and word not in _WHOLE_ALREADY
         }
         return cls(known, foreign) if own else None
 
     def resolved(self, model: nn.Module) -> TensorPlan:
-        """The same with every pattern replaced by the names that it stands for in `model`.
+        """The same plan, with the names of `model` in place of patterns.
 
         Raises:
             InvalidInput: a name or pattern that fits no module.

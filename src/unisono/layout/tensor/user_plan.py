@@ -1,4 +1,4 @@
-"""A plan that the user wrote: all of it computes what the whole model computes, or it is refused."""
+"""A plan by the user: it computes what the whole model computes, or is refused."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from unisono.layout.tensor.linear_modules import matrix
 from unisono.layout.tensor.tensor_plan import TensorPlan
 from unisono.layout.tensor.verify import verify
 
-_CURE = "write it otherwise, or leave it out: what is not named stays whole"
+_CURE = "change it, or omit it: modules that are not named stay whole"
 
 
 def user_plan(
     model: nn.Module, degree: int, words: Mapping[str, str], sample: tuple[Any, ...] | Mapping[str, Any]
 ) -> TensorPlan:
-    """The plan that `words` (modules, or patterns of them, to words) are for `model` over `degree` workers.
+    """The plan of `words` (modules, or patterns of them, to words) for `model` over `degree` workers.
 
     Raises:
-        InvalidInput: an entry that fits no module, contradicts another, or whose split cannot be or changes what is
-            computed from `sample`.
+        InvalidInput: an entry that fits no module, contradicts another, cannot be split, or changes the results on
+            `sample`.
     """
     plan = TensorPlan.of(words).resolved(model)
     _check_once(words, plan)
@@ -35,7 +35,7 @@ def user_plan(
     verified = verify(model, plan, degree, sample)
     for name, why in verified.whole.items():
         raise InvalidInput("plan", _entry(words, name), f"{name or 'the model'}: {why}", _CURE)
-    whole = dict.fromkeys(unplanned_modules(model, verified.split), "the plan that was given does not name it")
+    whole = dict.fromkeys(unplanned_modules(model, verified.split), "the given plan does not name it")
     return TensorPlan(verified.split, whole, verified.local)
 
 
@@ -49,7 +49,7 @@ def _check_once(words: Mapping[str, str], plan: TensorPlan) -> None:
 
 
 def _check_sizes(model: nn.Module, degree: int, words: Mapping[str, str], plan: TensorPlan) -> None:
-    """Say which degree would do, where one would."""
+    """Refuse sizes that do not divide by `degree`, with the nearest degree that works."""
     sizes = {name: size for name, word in plan.split.items() if (size := _size(model.get_submodule(name), word))}
     for name, size in sizes.items():
         if size % degree:
@@ -57,12 +57,12 @@ def _check_sizes(model: nn.Module, degree: int, words: Mapping[str, str], plan: 
             what = "inputs" if word in ROWS else "rows" if word == VOCABULARY else "outputs"
             parts = f" in each of its {GROUPS[word]} blocks" if word in GROUPS else ""
             problem = f"{name}: {size} {what}{parts} do not divide by tensor={degree}"
-            cure = f"write tensor={nearest_divisor(common, degree)}, or leave it out: what is not named stays whole"
+            cure = f"write tensor={nearest_divisor(common, degree)}, or omit it: modules that are not named stay whole"
             raise InvalidInput("plan", _entry(words, name), problem, cure)
 
 
 def _size(module: nn.Module, word: str) -> int:
-    """What the members share out; 0 where `module` has nothing of the kind."""
+    """The size that the workers divide; 0 if `module` has none for this word."""
     found = matrix(module)
     if found is None:
         rows = getattr(module, "num_embeddings", 0) if word == VOCABULARY else 0

@@ -1,4 +1,4 @@
-"""A plan is a guess until numbers agree: each split, computed by its members in turn, against the whole."""
+"""Verifies a plan: each split, computed rank by rank in one process, is compared with the whole."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
 def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]) -> TensorPlan:
-    """`plan` with what does not compute what the whole model computes moved to `whole`, with the reason.
+    """`plan`, with all splits that compute something else moved to `whole`, with the reason.
 
-    Outputs and gradients of every block that the plan splits are compared within 1e-5 of their largest number,
-    on the inputs that the block has when `model` runs on `sample`. No process is started. A model on the meta
-    device runs there, and its blocks are compared one at a time with made-up weights and inputs.
+    Outputs and gradients of every split block are compared within 1e-5 of their largest element, on the block's inputs
+    when `model` runs on `sample`. No process is started. A model on the meta device runs there, and its blocks are
+    compared one at a time with random weights and inputs.
 
     Raises:
         InvalidInput: a name in the plan that fits no module.

@@ -1,4 +1,4 @@
-"""How pushed gradients of one slice become one gradient: of everybody in turn, or of whoever comes."""
+"""Accumulates the pushed gradients of one slice: in the order of ranks, or in the order of arrival."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Done = Callable[[], None]
 
 
 class RoundAccumulator:
-    """The sum of all workers' totals of one round, added in the order of ranks, so that its bits depend on nothing
-    else. A new round drops an earlier one that was not used."""
+    """The sum of all workers' totals of one round, added in the order of ranks, for reproducible bits.
+
+    A new round discards an earlier one that was not used.
+    """
 
     def __init__(self, workers: int, pieces: int) -> None:
         self._workers, self._pieces = workers, pieces
@@ -29,11 +31,11 @@ class RoundAccumulator:
 
     @property
     def total(self) -> Tensor | None:
-        """The sum, None where nobody had anything; its memory is used again in the next round."""
+        """The sum; None if no worker pushed a gradient. Its memory is used again in the next round."""
         return None if self._empty else self._total
 
     def push(self, worker: int, round_: int, total: Tensor | None, used: Sequence[bool], done: Done) -> None:
-        """`worker` says `total`, which belongs to this sum until ``done()``. What it has said before is let pass."""
+        """Add the `total` of `worker`, which must not change until ``done()``. A repeated push is ignored."""
         if round_ > self.round:
             self._begin(round_)
         if round_ < self.round or worker < self._next or worker in self._waiting:
@@ -46,10 +48,10 @@ class RoundAccumulator:
             self._next += 1
 
     def _begin(self, round_: int) -> None:
-        dropped, self._waiting = self._waiting, {}
+        discarded, self._waiting = self._waiting, {}
         self.round, self._next, self._empty = round_, 0, True
         self.used = [False] * self._pieces
-        for _, done in dropped.values():
+        for _, done in discarded.values():
             done()
 
     def _add(self, total: Tensor | None, done: Done) -> None:
@@ -63,11 +65,11 @@ class RoundAccumulator:
 
 
 class PushAccumulator:
-    """The mean of pushed gradients, as many as make a step.
+    """The mean of the pushed gradients of one step, in the order of arrival.
 
     Args:
-        needed: how much that is, in micro-batches, or in pushes.
-        in_pushes: whether it is counted in pushes.
+        needed: the micro-batches, or pushes, that make a step.
+        in_pushes: whether `needed` counts pushes.
     """
 
     def __init__(self, needed: int, in_pushes: bool, pieces: int) -> None:
@@ -79,11 +81,11 @@ class PushAccumulator:
 
     @property
     def full(self) -> bool:
-        """Whether enough has come."""
+        """Whether the gradients for a step are complete."""
         return (self._pushes if self._in_pushes else self._count) >= self._needed
 
     def push(self, gradient: Tensor | None, count: int, used: Sequence[bool], scale: float = 1.0) -> None:
-        """The mean ``scale * gradient`` of `count` micro-batches; None: zeros."""
+        """Add the mean gradient ``scale * gradient`` of `count` micro-batches; None: zeros."""
         self._count, self._pushes = self._count + count, self._pushes + 1
         self.used = [a or b for a, b in zip(self.used, used)]
         if gradient is None:
@@ -97,8 +99,10 @@ class PushAccumulator:
         self._empty = False
 
     def take(self) -> Tensor | None:
-        """The mean over all that has come, None where there was nothing; the pool is empty again. The memory is used
-        again by the next push."""
+        """Return the mean, or None if all gradients were None, and begin the next step.
+
+        The next push uses the memory of the mean again.
+        """
         mean = None if self._empty or self._total is None else self._total.div_(self._count)
         self._reset()
         return mean

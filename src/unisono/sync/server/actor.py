@@ -1,12 +1,12 @@
-"""The server: a shard of its own, a copy of the one before it, and who answers for which.
+"""The actor of a server process: its shard, and the copy of the previous server's shard.
 
     worker ── push ─► server 0 ── the same push ─► server 1 ┐
-           ◄─ answer ──────────◄─────── kept ───────────────┘     shard 0 lives on 0, its copy on 1, and so on round
+           ◄─ answer ──────────◄─────── kept ───────────────┘     shard 0 is on server 0, its copy on server 1, etc.
 
-Whatever may change a shard is passed on to its copy, in the order in which it was taken, and no answer leaves before
-the copy has all that the answer rests on. So a worker whose server is gone says again to the copy what was not
-answered, and finds all that was. From then on the copy answers for the shard, and a server that was only thought to be
-gone is told so by its next message to the copy, and sends its workers there.
+A server forwards every message that may change its shard to the copy, in the order of processing. It answers a worker
+only after the copy has all that the answer depends on. If a server is lost, its workers send their unanswered requests
+to the copy, which has everything that was answered. From then on the copy serves the shard. A server that was only
+unreachable learns this from the answer to its next message to the copy, and redirects its workers to the copy.
 """
 
 from __future__ import annotations
@@ -18,77 +18,82 @@ from typing import Any
 
 import torch
 
+from unisono import notation
 from unisono.comm.actor import ActorConnection, ActorMessage, Answer
-from unisono.compress import Span
+from unisono.compress import BOUND_COMPRESSORS, Span
+from unisono.sync.server.delay_compensation import COMPENSATIONS
 from unisono.sync.server.shard import Shard, whole
 from unisono.sync.server.slice_state import MessageRefused, ServerSlice, ServerTerms, SliceSpec
-from unisono.sync.server.value_codec import read
 
 MOVED = ActorMessage("moved")
-"""The answer of a server whose shard another one answers for."""
+"""The answer of a server whose shard is now served by the copy."""
 
 
 class Replication:
-    """What was passed on to the copy, and the answers that wait until it is there."""
+    """Forwards messages to the copy of a shard, and delays answers until the copy has acknowledged.
+
+    Attributes:
+        superseded: whether the copy serves the shard now.
+    """
 
     def __init__(self, connection: ActorConnection | None) -> None:
         self._connection = connection
         self._sent = self._acknowledged = 0
-        self._held: deque[tuple[int, Callable[[], None]]] = deque()
-        self._asked: dict[int, Answer] = {}
+        self._delayed: deque[tuple[int, Callable[[], None]]] = deque()
+        self._unanswered: dict[int, Answer] = {}
         self._tickets = 0
         self.superseded = False
 
     def ticket(self, answer: Answer) -> int:
-        """A message has come whose answer is due; its number."""
+        """Register a request; returns the number under which it is answered."""
         self._tickets += 1
-        self._asked[self._tickets] = answer
+        self._unanswered[self._tickets] = answer
         return self._tickets
 
     def answer(self, ticket: int, message: ActorMessage) -> None:
-        """Answer it, if it still waits."""
-        answer = self._asked.pop(ticket, None)
-        if answer is not None:
-            answer(message)
+        """Answer the request `ticket`, unless it is answered already."""
+        send = self._unanswered.pop(ticket, None)
+        if send is not None:
+            send(message)
 
     def begin(self) -> None:
-        """A message is being taken that will be passed on."""
+        """Count a message that is processed now and forwarded afterwards."""
         self._sent += 1
 
     def cancel(self) -> None:
-        """It was refused."""
+        """Undo `begin`, because the message was refused."""
         self._sent -= 1
 
     def forward(self, message: ActorMessage) -> None:
-        """It was taken."""
+        """Forward the message, which was processed."""
         if self._connection is not None:
             self._connection.send(message, self._acknowledge)
 
     def after(self, act: Callable[[], None]) -> None:
-        """``act()`` once the copy has everything so far."""
+        """Call ``act()`` once the copy has acknowledged all messages so far."""
         if self._connection is None or self._acknowledged == self._sent:
             act()
         else:
-            self._held.append((self._sent, act))
+            self._delayed.append((self._sent, act))
 
     def _acknowledge(self, answer: ActorMessage | None) -> None:
         self._acknowledged += 1
         if answer is None:
-            self._connection = None  # there is no copy any more
+            self._connection = None  # the copy is lost
         elif answer.kind == MOVED.kind:
             self.superseded, self._connection = True, None
-            for ticket in list(self._asked):
+            for ticket in list(self._unanswered):
                 self.answer(ticket, MOVED)
-        while self._held and (self._connection is None or self._held[0][0] <= self._acknowledged):
-            self._held.popleft()[1]()
+        while self._delayed and (self._connection is None or self._delayed[0][0] <= self._acknowledged):
+            self._delayed.popleft()[1]()
 
 
 class ParameterServerActor:
-    """The actor.
+    """The actor of one server process.
 
     Args:
         number: of this server, and of its shard.
-        config: see `ParameterServer`, which writes it.
+        config: as `ParameterServer` writes it.
     """
 
     def __init__(self, number: int, config: Mapping[str, Any]) -> None:
@@ -99,7 +104,7 @@ class ParameterServerActor:
         self._shards = {s: Shard(terms, {i: spec for i, (shard, spec) in specs.items() if shard == s}) for s in mine}
         self._synchronous = terms.synchronous
         numel = sum(spec.numel for shard, spec in specs.values() if shard in mine)
-        # The largest is all pushes of a worker, of 8 bytes a number, or a slice with the state of its optimizer.
+        # The largest payload: all pushes of a worker, of 8 bytes a number, or a slice with its optimizer state.
         self.largest_bytes = (1 << 20) + 40 * numel + 64 * terms.control
         self._replication: dict[int, Replication] = {}
         self._lent: dict[int, list[tuple[ServerSlice, object]]] = {}
@@ -111,12 +116,12 @@ class ParameterServerActor:
 
     @torch.no_grad()
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """See `Actor`. Raises `ValueError` for what nobody of this run can have sent."""
-        for server_slice, token in self._lent.pop(sender, ()):
-            server_slice.release(token)
+        """Process a message. Raises `ValueError` if no worker or server of this run can have sent it."""
+        for slice_, token in self._lent.pop(sender, ()):
+            slice_.release(token)
         shard = whole(message.fields, "shard")
         if shard not in self._shards:
-            raise MessageRefused(f"shard {shard} is not here")
+            raise MessageRefused(f"shard {shard} is not on this server")
         if sender >= 0:
             self._serve(shard, sender, message, answer)
         else:
@@ -124,13 +129,13 @@ class ParameterServerActor:
 
     def lost(self, sender: int) -> None:
         """See `Actor`."""
-        for server_slice, token in self._lent.pop(sender, ()):
-            server_slice.release(token)
+        for slice_, token in self._lent.pop(sender, ()):
+            slice_.release(token)
         for shard in self._shards.values() if sender >= 0 else ():
             shard.lost(sender)
 
     def _serve(self, shard: int, worker: int, message: ActorMessage, answer: Answer) -> None:
-        """A worker speaks; by that, a copy becomes who answers."""
+        """Process a worker's message; the first one to a copy makes it serve the shard."""
         replication = self._replication.setdefault(shard, Replication(None))
         if replication.superseded:
             answer(MOVED)
@@ -153,27 +158,27 @@ class ParameterServerActor:
         ticket: int,
         worker: int,
         message: ActorMessage,
-        server_slice: ServerSlice | None,
+        slice_: ServerSlice | None,
     ) -> None:
         token = object()
-        if server_slice is not None:
-            server_slice.lend(token)  # from now on until the worker's next message
+        if slice_ is not None:
+            slice_.lend(token)  # until the worker's next message
 
         def act() -> None:
-            if server_slice is not None:
-                self._lent.setdefault(worker, []).append((server_slice, token))
+            if slice_ is not None:
+                self._lent.setdefault(worker, []).append((slice_, token))
             replication.answer(ticket, message)
 
         replication.after(act)
 
     def _replicate(self, shard: int, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """The server before this one passes on what it has taken."""
+        """Process a message that the previous server has forwarded."""
         if -1 - sender != self._predecessor or shard != self._predecessor or shard == self._own:
-            raise MessageRefused(f"actor {-1 - sender} does not keep shard {shard}")
+            raise MessageRefused(f"actor {-1 - sender} does not serve shard {shard}")
         if shard in self._replication:
             answer(MOVED)
             return
-        # It is answered at once, so what has to wait for others' pushes has to have memory of its own.
+        # It is answered at once, so totals that wait for the pushes of other workers are copied.
         tensors = [x.clone() for x in message.tensors] if self._synchronous else message.tensors
         copied = ActorMessage(message.kind, message.fields, tensors)
         self._shards[shard].receive(whole(message.fields, "worker"), copied, lambda *_: None)
@@ -181,18 +186,19 @@ class ParameterServerActor:
 
 
 def serve(number: int, config: Mapping[str, Any]) -> ParameterServerActor:
-    """The service that `Services.serve` starts."""
+    """Create the actor; `Services.serve` calls it in the server process."""
     return ParameterServerActor(number, config)
 
 
 def server_terms(written: Mapping[str, Any]) -> ServerTerms:
-    """The terms in a config."""
-    return ServerTerms(**{**written, "compensate": read(written["compensate"])})
+    """The terms of a config."""
+    text = written["compensate"]
+    return ServerTerms(**{**written, "compensate": text and notation.parse("compensate", text, COMPENSATIONS)})
 
 
 def slice_specs(config: Mapping[str, Any]) -> dict[int, tuple[int, SliceSpec]]:
-    """All slices of a config by number: shard and lot."""
-    compressors = [read(each) for each in config["compressors"]]
+    """The shard and spec of every slice of a config, by the slice's number."""
+    compressors = [notation.parse("compress", text, BOUND_COMPRESSORS) for text in config["compressors"]]
     specs = {}
     for number, each in enumerate(config["slices"]):
         spans = tuple(Span(name, torch.Size(shape), tuple(stride), start, stop)

@@ -1,39 +1,38 @@
-"""A server for workers that do not wait for each other, or only so far.
+"""The client of asynchronous servers: bounded staleness, fully asynchronous, or with backup workers.
 
-Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one:
-of a version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
-Both are on their way while the forward pass of the next share begins: a weight is waited for where it is used, and the
-answer to the push of a slice, to which the memory of its gradient belongs, before the next gradient goes there.
+Work items are leased in the seeded order. A worker pushes the gradient of an item, and pulls weights for the next one:
+at most `staleness` versions older than the item's step. The server answers once it has them. Both are in flight
+while the forward pass of the next item begins. A module waits for its weights before it uses them. The memory of a
+slice's gradient is used again only after its push is answered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from unisono.comm import Communicator
-from unisono.sync.server.client import ServerClient
+from unisono.sync.server.client import ServerClient, Servers
 from unisono.sync.server.client_slice import ClientSlice
-from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import numbers_of
-from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import WorkItem
 from unisono.sync.work_leasing import LeaseClient, StepGateClient
 
 
 class StalenessBound:
-    """Which weights a share may be computed on.
+    """The oldest weights on which a work item may be computed.
 
     Args:
         micro_batches: of a step of the loop.
-        needed: micro-batches that make a step of the server.
-        staleness: how many of the server's steps weights may be behind; infinity: any.
-        start: the step of the loop before which they may not be behind its beginning.
+        needed: micro-batches of a step of the server.
+        staleness: by how many of the server's steps weights may be older; infinity: any number.
+        start: the step of the loop before which weights have to include all previous steps of the loop.
+
+    Attributes:
+        first: the step of the loop at which the server's steps began.
     """
 
     def __init__(self, micro_batches: int, needed: int, staleness: float, start: int = 0) -> None:
@@ -42,12 +41,12 @@ class StalenessBound:
         self.first = 0
 
     def tick(self, item: WorkItem) -> int:
-        """The server's step that `item` is part of, from 0 at `first`."""
+        """The server's step that `item` belongs to, counted from 0 at `first`."""
         step, micro_batches = item
         return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
 
     def need(self, item: WorkItem) -> int:
-        """The least version for `item`."""
+        """The minimum version of the weights for `item`."""
         step, _ = item
         if step < self._start:
             return self.tick((step, range(1)))
@@ -55,55 +54,45 @@ class StalenessBound:
 
 
 class AsynchronousClient(ServerClient):
-    """`ParameterServer` with staleness, or with backup workers, in its world.
+    """The bound `ParameterServer` with staleness, or with backup workers.
 
     Args:
-        dealing: where work comes from; None: each worker has its `own` part of all steps that it is in time for.
-        own: what it computes of each step if nobody asks for shares.
-        asks_first: whether weights are asked for before the push. They lack it then, and come without waiting until it
-            is added up.
+        leases: the client of the lease server; None: this worker computes its `own` part of all steps for which it is
+            in time.
+        own: the micro-batches of each step that it computes without leases.
+        pulls_first: whether weights are requested before the push. They then lack this push, but the answer does not
+            wait until the server has added it.
 
     Attributes:
-        dropped: slices of gradients that came too late.
+        dropped: slices of gradients that were too late for their step.
     """
 
     synchronous = False
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        slices: Sequence[Slice],
-        shard_clients: Sequence[ShardClient],
-        optimizer: Optimizer,
-        overlap: bool,
-        *,
-        bound: StalenessBound,
-        leases: LeaseClient | None,
-        own: range,
-        pulls_first: bool,
+        self, servers: Servers, *, bound: StalenessBound, leases: LeaseClient | None, own: range, pulls_first: bool
     ) -> None:
-        super().__init__(parameters, comm, slices, shard_clients, optimizer, overlap)
+        super().__init__(servers)
         self._bound, self._own, self._fixed_items = bound, own, leases is None
         self._leases = leases or StepGateClient(self.comm, own, self._earliest)
-        # In turn, which step is next is known only when the weights for it are here.
-        self.lazy_parameters = overlap and not self._fixed_items
+        # With a fixed part, the next step is known only when the weights for it have arrived.
+        self.lazy_parameters = servers.overlap and not self._fixed_items
         self._pulls_first = pulls_first and self.lazy_parameters
-        self._pushes = self._stretches = 0
+        self._pushes = self._ranges = 0
         self.dropped = 0
 
     def _earliest(self) -> int:
-        return self._bound.first + min(client_slice.version for client_slice in self.client_slices)
+        return self._bound.first + min(slice_.version for slice_ in self.client_slices)
 
     @property
     def leased_until(self) -> int:
         return self._leases.leased_until
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem]:
-        if not self._stretches:
+        if not self._ranges:
             self._bound.first = first
-        self._stretches += 1
-        # All that was dealt out before is pushed, so this waits for nobody who waits for us.
+        self._ranges += 1
+        # All items that were leased before are pushed, so this wait cannot be part of a deadlock.
         self.request_weights(self._bound.need((first, range(1))))
         self.wait_parameters()
         yield from self._leases.work_items(first, until, stop)
@@ -113,61 +102,59 @@ class AsynchronousClient(ServerClient):
         self._leases.prepare()
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        for client_slice, _ in self._places.get(name, ()):
-            self._finish_push(client_slice)
+        for slice_, _ in self._places.get(name, ()):
+            self._finish_push(slice_)
         super().offer(name, gradient, weight)
 
-    def _finish_push(self, client_slice: ClientSlice) -> None:
-        """The sum of a slice may be written into again."""
-        if client_slice.push_in_flight is not None:
-            self.dropped += client_slice.push_in_flight.wait().kind == "dropped"
-            client_slice.push_in_flight = None
-            client_slice.commit()
+    def _finish_push(self, slice_: ClientSlice) -> None:
+        """Wait for the answer to a push, after which the sum of the slice may be overwritten."""
+        if slice_.push_in_flight is not None:
+            self.dropped += slice_.push_in_flight.wait().kind == "dropped"
+            slice_.push_in_flight = None
+            slice_.commit()
 
     def finish(self) -> None:
         super().finish()
-        for client_slice in self.client_slices:
-            self._finish_push(client_slice)
+        for slice_ in self.client_slices:
+            self._finish_push(slice_)
 
     def settle(self) -> PushedGradient:
         self.finish()
-        for client_slice in self.client_slices:
-            client_slice.seal()
+        for slice_ in self.client_slices:
+            slice_.seal()
         return PushedGradient(self)
 
     def square(self) -> float:
         """The squared 2-norm of this worker's own gradient."""
-        values = [client_slice.value() for client_slice in self.client_slices if any(client_slice.seen)]
+        values = [slice_.value() for slice_ in self.client_slices if any(slice_.seen)]
         return math.fsum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in values)
 
     def exchange(self, scale: float) -> None:
-        """Push what was computed, ask for what the next share needs."""
-        item = self._leases.finished() if self._stretches else (self._pushes, self._own)
+        """Push the gradients of the current work item, and request weights for the next one."""
+        item = self._leases.finished() if self._ranges else (self._pushes, self._own)
         self._pushes += 1
         groups, tick = numbers_of(self.optimizer), self._bound.tick(item)
         version = self._needed_after(tick)
         if version is not None and self._pulls_first:
             self.request_weights(version)
-        for client_slice in self.client_slices:
-            client_slice.push_in_flight = client_slice.push(
-                self._pushes, groups, tick=tick, count=len(item[1]), scale=scale
-            )
-            client_slice.applied = True
+        for slice_ in self.client_slices:
+            slice_.push_in_flight = slice_.push(self._pushes, groups, tick=tick, count=len(item[1]), scale=scale)
+            slice_.applied = True
         if version is not None and not self._pulls_first:
             self.request_weights(version)
         if not self.lazy_parameters:
             self.finish()
 
     def _needed_after(self, tick: int) -> int | None:
-        """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""
+        """The version for the next work item, after that of server step `tick`; None: there is no next item."""
         if self._fixed_items:
             return tick + 1
-        upcoming = self._leases.upcoming() if self._stretches else (self._pushes, self._own)
+        upcoming = self._leases.upcoming() if self._ranges else (self._pushes, self._own)
         return None if upcoming is None else self._bound.need(upcoming)
 
 
 class PushedGradient:
-    """What a step of one worker is about to do; see `PendingUpdate`."""
+    """The gradient of one worker's work item, before it is pushed; a `PendingUpdate`."""
 
     agreed = False
 
@@ -175,11 +162,11 @@ class PushedGradient:
         self._server, self.control = server, server.control
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `PendingUpdate.norm`; the servers know of no exceptions."""
+        """The norm over all parameters; `without` has to be empty."""
         assert not without
         return math.sqrt(self._server.square())
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Push it, and ask for weights; the step is taken where the optimizer is, `step` is not called."""
+        """Push the gradient, and request weights. The servers take the step; `step` is not called."""
         self._server.exchange(scale)
         return None

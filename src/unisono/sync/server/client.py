@@ -1,9 +1,10 @@
-"""A parameter server as a worker sees it: what lockstep and the other ways have in common."""
+"""The worker's client of parameter servers: the base of the synchronous and the asynchronous one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,88 +21,99 @@ from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import BoundSynchronizer
 
 
+@dataclass(frozen=True)
+class Servers:
+    """The connected servers of a replica, and what they train.
+
+    Args:
+        parameters: name to parameter, of those that `optimizer` trains.
+        comm: a channel of all workers.
+        slices: the plan of all slices.
+        shard_clients: one for each shard.
+        overlap: whether gradients and weights are in flight while backward and forward run.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    comm: Communicator
+    slices: Sequence[Slice]
+    shard_clients: Sequence[ShardClient]
+    optimizer: Optimizer
+    overlap: bool
+
+
 class ServerClient(BoundSynchronizer):
-    """See `BoundSynchronizer`. The weights and the optimizer's state are where the servers are; `meet` fetches them.
+    """Base of bound parameter servers. Weights and optimizer state are on the servers; `synchronize` fetches them.
 
     A step ends with a request for the new weights. `wait_parameters` copies them into the parameters as the next
     forward pass reaches these, so the last ones arrive while it computes with the first.
-
-    Args:
-        conversations: with each shard.
     """
 
     optimizer_on_server = True
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        slices: Sequence[Slice],
-        shard_clients: Sequence[ShardClient],
-        optimizer: Optimizer,
-        overlap: bool,
-    ) -> None:
-        self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
-        self.shard_clients = shard_clients
-        self.client_slices = [ClientSlice(i, s, parameters, shard_clients[s.shard]) for i, s in enumerate(slices)]
-        self._overlap = self.lazy_parameters = overlap
+    def __init__(self, servers: Servers) -> None:
+        self.parameters, self.comm, self.optimizer = servers.parameters, servers.comm, servers.optimizer
+        self.shard_clients = servers.shard_clients
+        self.client_slices = [
+            ClientSlice(i, s, servers.parameters, servers.shard_clients[s.shard]) for i, s in enumerate(servers.slices)
+        ]
+        self._overlap = self.lazy_parameters = servers.overlap
         self._pending: list[ClientSlice] = []
         self._listening = False
-        self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in parameters}
-        for client_slice in self.client_slices:
-            for i, piece in enumerate(client_slice.plan.pieces):
-                self._places[piece.span.name].append((client_slice, i))
+        self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in servers.parameters}
+        for slice_ in self.client_slices:
+            for i, piece in enumerate(slice_.plan.pieces):
+                self._places[piece.span.name].append((slice_, i))
         self._upload()
         self.begin()
 
     def _upload(self) -> None:
-        """Worker 0 tells the servers what all workers have: weights and optimizer state."""
+        """Collective: worker 0 sends weights and optimizer state, which are equal on all workers, to the servers."""
         if self.comm.rank == 0:
             state = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
-            for client_slice in self.client_slices:
-                client_slice.init(state).wait()
+            for slice_ in self.client_slices:
+                slice_.init(state).wait()
         self.barrier()
 
     def barrier(self) -> None:
-        """Returns when all workers have come here."""
+        """Collective: returns when all workers have called it."""
         self.comm.gather(torch.zeros(1)).wait()
 
     def begin(self) -> None:
         self.control: list[float] = []
         self._closing = False
-        for client_slice in self.client_slices:
-            client_slice.begin()
+        for slice_ in self.client_slices:
+            slice_.begin()
 
     def close(self, control: list[float], weight: float = 1.0) -> None:
         self.control, self._closing = control, True
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        for client_slice, i in self._places.get(name, ()):  # none, if the optimizer does not train it
-            assert client_slice.pull_in_flight is None, f"{name} was not needed before its gradient came"
-            if client_slice.pushed is not None:
+        for slice_, i in self._places.get(name, ()):  # none, if the optimizer does not train it
+            assert slice_.pull_in_flight is None, f"{name} was not read before its gradient was computed"
+            if slice_.pushed is not None:
                 raise UnisonoError(
-                    f"the gradient of {name} came once more after it was sent: backward ran again before the step was "
-                    "taken, or visits this parameter more than once (set overlap=False, or tell world.bind how many "
-                    "backward passes make a step)"
+                    f"the gradient of {name} was computed again after it was sent: backward ran again before the step "
+                    "was taken, or visits this parameter more than once (set overlap=False, or pass the number of "
+                    "backward passes of a step to world.bind)"
                 )
-            client_slice.add(i, dense, weight)
+            slice_.add(i, dense, weight)
             if self._closing and self._overlap:
-                client_slice.missing.discard(i)
-                if not client_slice.missing:
-                    self.on_filled(client_slice)
+                slice_.missing.discard(i)
+                if not slice_.missing:
+                    self.on_filled(slice_)
 
     def fold(self) -> None:
-        """`offer` has added them."""
+        """Does nothing: `offer` has added the gradients."""
 
-    def on_filled(self, client_slice: ClientSlice) -> None:
-        """All gradients of a slice are there, while backward still runs."""
+    def on_filled(self, slice_: ClientSlice) -> None:
+        """Called when all gradients of a slice have been offered, while backward still runs."""
 
     def request_weights(self, version: int) -> None:
-        """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
+        """Request the newest weights, at least `version`, in the order in which the forward pass needs them."""
         self.wait_parameters()
-        for client_slice in self.client_slices:
-            client_slice.request_weights(version)
+        for slice_ in self.client_slices:
+            slice_.request_weights(version)
         self._pending, self._listening = list(self.client_slices), False
 
     def wait_parameters(self, names: Collection[str] | None = None) -> None:
@@ -111,15 +123,13 @@ class ServerClient(BoundSynchronizer):
     @torch.no_grad()
     def _receive(self, names: Collection[str] | None) -> None:
         wanted = (
-            self._pending
-            if names is None
-            else [client_slice for name in names for client_slice, _ in self._places.get(name, ())]
+            self._pending if names is None else [slice_ for name in names for slice_, _ in self._places.get(name, ())]
         )
-        for client_slice in sorted(wanted, key=lambda client_slice: client_slice.number):
-            if client_slice.pull_in_flight is not None:
-                client_slice.receive()
-                self.on_arrived(client_slice)
-                self._pending.remove(client_slice)
+        for slice_ in sorted(wanted, key=lambda slice_: slice_.number):
+            if slice_.pull_in_flight is not None:
+                slice_.receive()
+                self.on_arrived(slice_)
+                self._pending.remove(slice_)
         if not self._pending:
             self.on_all_arrived()
         elif not self._listening:
@@ -127,79 +137,75 @@ class ServerClient(BoundSynchronizer):
             for each in self.shard_clients:
                 each.listen()
 
-    def on_arrived(self, client_slice: ClientSlice) -> None:
-        """The new weights of a slice are here."""
+    def on_arrived(self, slice_: ClientSlice) -> None:
+        """Called when the new weights of a slice have arrived."""
 
     def on_all_arrived(self) -> None:
-        """Those of the last slice that was on its way are here."""
+        """Called when the new weights of all slices have arrived."""
 
     def finish(self) -> None:
-        """Nothing of the steps so far is on its way any more."""
+        """Wait until nothing of the steps so far is in flight."""
         self.wait_parameters()
 
     def synchronize(self) -> None:
-        """The weights to the bit, and the optimizer's state."""
+        """Fetch the exact weights and the optimizer's state."""
         self.finish()
         self.barrier()
-        for asked in [client_slice.request_exact() for client_slice in self.client_slices]:
-            asked.wait()
+        for call in [slice_.request_exact() for slice_ in self.client_slices]:
+            call.wait()
         self.request_weights(0)
         self.wait_parameters()
-        for client_slice, call in [
-            (client_slice, client_slice.request_state(state=True)) for client_slice in self.client_slices
-        ]:
-            self._take_state(client_slice, call)
+        for slice_, call in [(slice_, slice_.request_state(state=True)) for slice_ in self.client_slices]:
+            self._take_state(slice_, call)
         self.barrier()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         self.finish()
-        return self._shared()
+        return self._with_server_weights()
 
     @contextmanager
-    def _shared(self) -> Iterator[None]:
+    def _with_server_weights(self) -> Iterator[None]:
         with torch.no_grad():
             self.barrier()
-            own = [client_slice.read() for client_slice in self.client_slices]
-            for client_slice, call in [
-                (client_slice, client_slice.request_state(state=False)) for client_slice in self.client_slices
-            ]:
-                client_slice.write(call.wait().tensors[0].to(client_slice.plan.device))
+            own = [slice_.read() for slice_ in self.client_slices]
+            for slice_, call in [(slice_, slice_.request_state(state=False)) for slice_ in self.client_slices]:
+                slice_.write(call.wait().tensors[0].to(slice_.plan.device))
             self.barrier()
         try:
             yield
         finally:
             with torch.no_grad():
-                for client_slice, flat in zip(self.client_slices, own):
-                    client_slice.write(flat)
+                for slice_, flat in zip(self.client_slices, own):
+                    slice_.write(flat)
 
     def state_dict(self) -> dict[str, Tensor]:
         self.finish()
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """There is nothing to take up but what the parameters and the optimizer have taken up already."""
+        """Send the parameters and the optimizer's state, which are loaded already, to the servers."""
         self.finish()
         self._upload()
 
     def residual_state(self) -> dict[str, Tensor]:
         return {
-            f"{client_slice.number} of {len(self.client_slices)}/{key}": tensor
-            for client_slice in self.client_slices
-            for key, tensor in client_slice.memory.state_dict().items()
+            f"{slice_.number} of {len(self.client_slices)}/{key}": tensor
+            for slice_ in self.client_slices
+            for key, tensor in slice_.memory.state_dict().items()
         }
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        for client_slice in self.client_slices:
-            client_slice.memory.load_state_dict(
-                under(f"{client_slice.number} of {len(self.client_slices)}", residuals), client_slice.plan.device
+        for slice_ in self.client_slices:
+            slice_.memory.load_state_dict(
+                under(f"{slice_.number} of {len(self.client_slices)}", residuals), slice_.plan.device
             )
 
     @torch.no_grad()
-    def _take_state(self, client_slice: ClientSlice, call: ShardCall) -> None:
-        """What a server's optimizer remembers of a slice goes into the local one, as if it had stepped."""
+    def _take_state(self, slice_: ClientSlice, call: ShardCall) -> None:
+        """Copy the state of the server's optimizer for a slice into the local one, as if it had stepped."""
         answer = call.wait()
         for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):
-            piece = client_slice.plan.pieces[i]
+            piece = slice_.plan.pieces[i]
             parameter = self.parameters[piece.span.name]
             target = self._slot(parameter, key, like, flat.dtype)
             part = piece.of(target) if like else target

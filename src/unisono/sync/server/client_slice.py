@@ -1,4 +1,4 @@
-"""One slice on a worker: what is summed for it and sent, and how what comes back gets into the parameters."""
+"""One slice on a worker: accumulates and sends its gradient, and copies new weights into the parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unisono.sync.server.weight_deltas import decoded
 
 
 class ClientSlice:
-    """The slice's gradient under way.
+    """The worker's state of one slice.
 
     Attributes:
-        version, edition: what the parameters here hold.
+        version, delta_number: those of the weights in the parameters; see `WeightDeltas`.
         pushed: the push of this step, None before it.
-        coming: new weights that are on their way here.
-        applied: whether the step that was pushed is taken, but nobody has said so yet: what was put into memory, and
-            the sum if it is still `push_in_flight`, outlive `begin`.
-        leaving: the push of a step before this one, which its sum belongs to.
+        pull_in_flight: the request for new weights that is not answered yet.
+        push_in_flight: the push of an earlier step that is not answered yet; it still reads the sum.
+        applied: whether the update was applied without confirmation so far. `begin` then keeps the residual, and the
+            sum of a push in flight.
     """
 
     def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: ShardClient) -> None:
@@ -46,10 +46,10 @@ class ClientSlice:
         self._parts = views(self.total, plan.spans)
 
     def begin(self) -> None:
-        """A new step; what was added and not applied is forgotten."""
+        """Begin a step; gradients that were added and not applied are discarded."""
         if self.pushed is not None and not self.pushed.answered:
             self.pushed.abandon()
-            self._allocate()  # the line may still read what was dropped
+            self._allocate()  # the connection may still read the discarded sum
         self.pushed = None
         self.seen = [False] * len(self._parts)
         self.missing = set(range(len(self._parts)))
@@ -57,12 +57,12 @@ class ClientSlice:
             self.memory.discard()
 
     def commit(self) -> None:
-        """The step that was applied is taken for sure."""
+        """Commit the residual, because the servers have confirmed the step."""
         self.applied = False
         self.memory.commit()
 
     def add(self, i: int, gradient: Tensor, weight: float) -> None:
-        """``weight * gradient``, of the whole parameter, goes into piece `i`."""
+        """Add ``weight * gradient``, where `gradient` is that of the whole parameter of piece `i`."""
         try:
             self.plan.compress.add(self._parts[i], self.plan.pieces[i].of(gradient), weight, not self.seen[i])
         except ValueError as error:
@@ -70,19 +70,19 @@ class ClientSlice:
         self.seen[i] = True
 
     def seal(self) -> None:
-        """Nothing more is added."""
+        """Complete the sum: pieces without a gradient become 0."""
         for part, seen in zip(self._parts, self.seen):
             if not seen:
                 part.zero_()
 
     def value(self) -> Tensor:
-        """What was added, as a gradient."""
+        """The accumulated gradient."""
         return self.plan.compress.value(self.total, self.plan.dtype)
 
     def push(
         self, number: int, groups: Sequence[Numbers] = (), *, tick: int = 0, count: int = 1, scale: float = 1.0
     ) -> ShardCall:
-        """Send what was added, and what earlier messages left out of it."""
+        """Send the accumulated gradient, with error feedback."""
         fields = {
             "slice": self.number, "number": number, "version": self.version, "used": self.seen,
             "tick": tick, "count": count, "scale": scale, "groups": groups,
@@ -95,44 +95,44 @@ class ClientSlice:
         return self._to.call("push", fields, tensors)
 
     def request_weights(self, version: int) -> None:
-        """Ask for what is newest, once `version` is there."""
+        """Request the newest weights, which the server sends once it has `version`."""
         self.pull_in_flight = self._to.call(
             "pull", {"slice": self.number, "need": version, "edition": self.delta_number}
         )
 
     def receive(self) -> None:
-        """Wait for what was asked for. Raises `PeerLost`, also when it is called again then."""
+        """Wait for the requested weights. Raises `PeerLost`, also when it is called again then."""
         if self.pull_in_flight is not None:
-            self._put(self.pull_in_flight.wait())
+            self._update(self.pull_in_flight.wait())
             self.pull_in_flight = None
 
-    def _put(self, answer: ActorMessage) -> None:
-        """New weights go into the parameters."""
+    def _update(self, answer: ActorMessage) -> None:
+        """Write new weights, or add their differences, to the parameters."""
         plan = self.plan
         for tensor in answer.tensors:
-            here = tensor.to(plan.device)
+            local = tensor.to(plan.device)
             if answer.fields["whole"]:
-                self.write(here)
+                self.write(local)
             else:
-                difference = decoded(plan.compress, here, plan.spans, plan.numel, plan.dtype)
+                difference = decoded(plan.compress, local, plan.spans, plan.numel, plan.dtype)
                 for piece, part in zip(self._pieces, views(difference, plan.spans)):
                     piece += part
         self.version, self.delta_number = answer.fields["version"], answer.fields["edition"]
 
     def read(self) -> Tensor:
-        """The parameters' numbers, flat."""
+        """A flat copy of the parameters."""
         flat = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.plan.device)
         for piece, part in zip(self._pieces, views(flat, self.plan.spans)):
             part.copy_(piece)
         return flat
 
     def write(self, flat: Tensor) -> None:
-        """`flat` goes into the parameters."""
+        """Copy `flat` into the parameters."""
         for piece, part in zip(self._pieces, views(flat, self.plan.spans)):
             piece.copy_(part)
 
     def init(self, optimizer_state: Mapping[str, Mapping[str, object]]) -> ShardCall:
-        """Send the weights and the optimizer's state for these pieces, for the first time."""
+        """Send the initial weights and optimizer state of these pieces."""
         places, state = [], []
         for i, (piece, own) in enumerate(zip(self.plan.pieces, self._pieces)):
             for key, value in optimizer_state[piece.span.name].items():
@@ -141,18 +141,18 @@ class ClientSlice:
                 tensor = torch.as_tensor(value)
                 like = tensor.dim() > 0 or own.dim() == 0
                 places.append((i, key, like))
-                state.append(_as_it_lies(piece.of(tensor)) if like else tensor)
+                state.append(_in_memory_order(piece.of(tensor)) if like else tensor)
         return self._to.call("init", {"slice": self.number, "places": places}, [self.read(), *state])
 
     def request_state(self, state: bool) -> ShardCall:
-        """Ask for the weights as they are, and perhaps the optimizer's state."""
+        """Request the exact weights, with `state` also the optimizer's state."""
         return self._to.call("look", {"slice": self.number, "state": int(state)})
 
     def request_exact(self) -> ShardCall:
-        """The next `pull` is to give the weights as they are."""
+        """Make the next pull return the exact weights."""
         return self._to.call("level", {"slice": self.number})
 
 
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """The numbers of a dense tensor in the order of memory."""
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The numbers of a dense tensor, flat, in the order of memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())

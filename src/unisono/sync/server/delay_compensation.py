@@ -1,4 +1,4 @@
-"""What a server does about gradients that were computed on weights it has moved on from."""
+"""Corrections of stale gradients, which were computed on older weights than the server's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ _EPSILON = 1e-7
 
 
 class Compensation(Protocol):
-    """Corrects a late gradient, as a frozen value that keeps nothing."""
+    """The correction of a stale gradient, as a frozen value; its state is passed in."""
 
     @property
     def needs_old_weights(self) -> bool:
-        """Whether it needs the weights that the gradient was computed on."""
+        """Whether it needs the weights on which the gradient was computed."""
 
     def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
-        """The gradient to take at weights `now` in place of `gradient`, which was computed at `then`, `staleness`
-        versions ago. May write into `gradient`. `state` is kept from one gradient to the next."""
+        """The gradient to apply to weights `now`, for `gradient`, computed on `then`, `staleness` versions ago.
+
+        May write into `gradient`. `state` is kept from one gradient to the next.
+        """
 
 
 @dataclass(frozen=True)
 class DelayCompensation:
-    """DC-ASGD (Zheng et al. 2017, eq. 10): a first-order correction with the outer product as the Hessian::
+    """DC-ASGD (Zheng et al. 2017, eq. 10): a first-order correction that approximates the Hessian by outer products::
 
         g  <-  g + strength * g * g * (weights now - weights then)
 
@@ -67,7 +69,7 @@ class DelayCompensation:
 
 @dataclass(frozen=True)
 class ScaledByStaleness:
-    """The learning rate is divided by the staleness (Zhang et al. 2016, "Staleness-aware async-SGD", eq. 5)."""
+    """Divides the learning rate by the staleness (Zhang et al. 2016, "Staleness-aware async-SGD", eq. 5)."""
 
     @property
     def needs_old_weights(self) -> bool:

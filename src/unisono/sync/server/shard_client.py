@@ -1,4 +1,4 @@
-"""A worker's end: calls that outlive the server they were made to."""
+"""A worker's client of one shard, whose calls survive the loss of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.sync.server.shard import WORKERS_LOST
 
 
 class ShardCall:
-    """The `Work` of a call to whoever answers for a shard."""
+    """The `Work` of a call to the server of a shard, sent again to the copy if the server is lost."""
 
     def __init__(self, to: ShardClient, message: ActorMessage) -> None:
         self._to, self.message = to, message
@@ -23,21 +23,24 @@ class ShardCall:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer was waited for; the message's tensors are then free again."""
+        """Whether `wait` has returned; the message's tensors may then be overwritten."""
         return self._work is None
 
     def send(self) -> None:
-        """Say it, perhaps once more, to whoever answers now."""
+        """Send the message, perhaps again, to the current server."""
         self._sent_to = self._to.current
         self._work: Work[ActorMessage] | None = self._to.connection.call(self.message)
 
     def abandon(self) -> None:
-        """Its answer does not matter any more."""
+        """Ignore the answer."""
         self._to.done(self)
 
     def wait(self) -> ActorMessage:
-        """The answer; its tensors are valid until the next call that is waited for. Raises `PeerLost` if nobody is
-        left who could give it, or a worker is gone that it depends on."""
+        """The answer; its tensors are valid until the next call's `wait`.
+
+        Raises:
+            PeerLost: all servers of the shard are lost, or a worker on which the answer depends.
+        """
         while True:
             assert self._work is not None
             try:
@@ -48,22 +51,25 @@ class ShardCall:
             except PeerLost as error:
                 self._to.fail_over(self._sent_to, error)
         if answer.kind == WORKERS_LOST:
-            raise PeerLost(answer.fields["workers"], self.message.kind, "a server waits for it in vain")
+            raise PeerLost(answer.fields["workers"], self.message.kind, "a server reports that it is lost")
         self._work = None
         self._to.done(self)
         return answer
 
     def poll(self) -> None:
-        """Let the answer arrive although nobody waits for it yet."""
+        """Receive the answer, if it has arrived, without waiting."""
         if self._work is not None:
             self._work.poll()
 
 
 class ShardClient:
-    """With the server of one shard, and with that of its copy when the first is gone.
+    """Calls the server of one shard, and the server of its copy once the first is lost.
 
     Args:
-        lines: to all servers that have the shard, the first one first.
+        connections: to all servers that have the shard, in order.
+
+    Attributes:
+        current: the index of the server that is called.
     """
 
     def __init__(self, shard: int, connections: Sequence[ActorConnection]) -> None:
@@ -73,26 +79,27 @@ class ShardClient:
 
     @property
     def connection(self) -> ActorConnection:
-        """The line to whoever answers now."""
+        """The connection to the current server."""
         return self._connections[self.current]
 
     def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> ShardCall:
-        """Ask; the tensors, wherever they lie, belong to the call until it is answered."""
+        """Send a request; the tensors, on any device, must not change until it is answered."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
         self._open.append(ShardCall(self, ActorMessage(kind, {"shard": self._shard, **fields}, flat)))
         return self._open[-1]
 
     def listen(self) -> None:
-        """All answers are to arrive although nobody waits for them yet."""
+        """Receive answers that have arrived, without waiting."""
         if self._open:
             self._open[-1].poll()
 
     def done(self, call: ShardCall) -> None:
-        """`call` is answered."""
+        """Remove `call`, which is answered or abandoned."""
         self._open.remove(call)
 
     def fail_over(self, failed: int, error: PeerLost) -> None:
-        """Who was talked to as number `failed` is gone: say everything that is open to the next, in order."""
+        """Send all open calls, in order, to the next server, because number `failed` is lost. Raises `error` if there
+        is none."""
         if failed == self.current:
             if self.current + 1 == len(self._connections):
                 raise error

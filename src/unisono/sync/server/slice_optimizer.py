@@ -1,4 +1,4 @@
-"""The optimizer's step where the weights are: a worker's torch optimizer, made again for the pieces of a slice."""
+"""The optimizer of one slice on a server: a copy of the worker's torch optimizer, for the pieces of the slice."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ ELEMENTWISE: dict[str, type[Optimizer]] = {
     for cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
                 torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
-"""Optimizers that treat every number by itself, so that a piece of a parameter can be stepped without the rest."""
-_NOT_HERE = {"foreach": None, "capturable": False, "differentiable": False}  # choices about the worker's device
+"""Elementwise optimizers, which can step a piece of a parameter without the rest."""
+_DEVICE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False}  # choices for the worker's device
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-# Servers compute on the CPU, where torch's fused SGD leaves most numbers of half precision as they are (2.13).
+# Servers compute on the CPU, where torch's fused SGD does not update most numbers of half precision (2.13).
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
 Numbers = Mapping[str, Any]
-"""A parameter group's hyperparameters, as JSON knows them."""
+"""A parameter group's hyperparameters, as JSON values."""
 Place = tuple[int, str, bool]
-"""Where a tensor of the optimizer's state belongs: the piece, the key, whether it is shaped like the piece."""
+"""The place of a tensor in the optimizer's state: the piece, the key, whether it has the shape of the piece."""
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name under which a server makes `optimizer` again. Raises `InvalidInput` if it cannot be."""
+    """The name in `ELEMENTWISE` of `optimizer`'s class. Raises `InvalidInput` if it has none."""
     name = type(optimizer).__name__
     if ELEMENTWISE.get(name) is not type(optimizer):
-        raise InvalidInput("optimizer", name, "a server keeps slices of parameters, and can step them only by an "
-                           f"optimizer of torch that treats each number by itself ({', '.join(ELEMENTWISE)})",
+        raise InvalidInput("optimizer", name, "servers have slices of parameters, and can step them only with an "
+                           f"elementwise optimizer of torch ({', '.join(ELEMENTWISE)})",
                            "use one of these, or sync=AllReduce()")  # fmt: skip
     return name
 
 
 def numbers_of(optimizer: Optimizer) -> list[Numbers]:
-    """The hyperparameters of all groups, as they are now."""
+    """The current hyperparameters of all groups."""
     return [{name: _plain(name, group[name]) for name in optimizer.defaults} for group in optimizer.param_groups]
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name in _NOT_HERE:
-        return _NOT_HERE[name]
+    if name in _DEVICE_OPTIONS:
+        return _DEVICE_OPTIONS[name]
     if isinstance(value, tuple | list):
         return [_plain("", each) for each in value]
     return value.item() if isinstance(value, Tensor) else value
@@ -58,30 +58,30 @@ class SliceOptimizer:
     Args:
         kind: a name in `ELEMENTWISE`.
         groups: hyperparameters of all groups.
-        members: the group of each piece.
-        weights: of each piece; stepped in place.
+        members: the index of each piece's group.
+        weights: of each piece; updated in place.
     """
 
     def __init__(self, kind: str, groups: Sequence[Numbers], members: Sequence[int], weights: Sequence[Tensor]) -> None:
         self._members = sorted(set(members))
         self._pieces = [nn.Parameter(each, requires_grad=False) for each in weights]
         self._fuses = kind in _FUSED and all(each.dtype in _FUSED_DTYPES for each in weights)
-        made: Any = ELEMENTWISE[kind]
-        self._optimizer: Optimizer = made([
-            {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._here(groups[member])}
+        optimizer_class: Any = ELEMENTWISE[kind]
+        self._optimizer: Optimizer = optimizer_class([
+            {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._options(groups[member])}
             for member in self._members
         ])  # fmt: skip
         allow_late_momentum(self._optimizer)
 
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        """From now on `weights`, which hold the same numbers, are stepped."""
+        """Step `weights`, which have the same values, from now on."""
         for piece, each in zip(self._pieces, weights):
             piece.data = each
 
     def step(self, gradients: Sequence[Tensor | None], groups: Sequence[Numbers]) -> None:
-        """One step; where there is no gradient, nothing happens."""
+        """Take one step; pieces without a gradient do not change."""
         for group, member in zip(self._optimizer.param_groups, self._members):
-            group.update(self._here(groups[member]))
+            group.update(self._options(groups[member]))
         for piece, gradient in zip(self._pieces, gradients):
             piece.grad = gradient
         self._optimizer.step()
@@ -89,10 +89,10 @@ class SliceOptimizer:
             piece.grad = None
 
     def check(self, groups: Any, count: int) -> list[Numbers]:
-        """`groups` if they can be those of `count` groups. Raises `ValueError`."""
+        """`groups`, if they are valid hyperparameters of `count` groups. Raises `ValueError`."""
         known = self._optimizer.defaults
         if not isinstance(groups, list) or len(groups) != count:
-            raise ValueError(f"hyperparameters of {count} groups are due")
+            raise ValueError(f"hyperparameters of {count} groups are expected")
         for group in groups:
             if not isinstance(group, dict) or set(group) != set(known):
                 raise ValueError(f"hyperparameters of a group are {', '.join(known)}")
@@ -101,31 +101,31 @@ class SliceOptimizer:
         return groups
 
     def state(self) -> tuple[list[Place], list[Tensor]]:
-        """What the optimizer remembers, and where it belongs; not to be written into."""
-        found = [
+        """The optimizer's state and its places; to be read only."""
+        entries = [
             (i, key, torch.as_tensor(value))
             for i, piece in enumerate(self._pieces)
             for key, value in self._optimizer.state.get(piece, {}).items()
             if value is not None
         ]
-        return [(i, key, t.shape == self._pieces[i].shape) for i, key, t in found], [t for *_, t in found]
+        return [(i, key, t.shape == self._pieces[i].shape) for i, key, t in entries], [t for *_, t in entries]
 
     def load(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
-        """Take up what `state` gave; `tensors` may be flat, and are copied."""
+        """Load the result of `state`; `tensors` may be flat, and are copied."""
         for (i, key, like), tensor in zip(places, tensors):
             piece = self._pieces[i]
             target = torch.empty_like(piece, dtype=tensor.dtype) if like else torch.empty((), dtype=tensor.dtype)
             self._optimizer.state[piece][key] = target.copy_(flat_as(tensor, target))
 
-    def _here(self, numbers: Numbers) -> dict[str, Any]:
-        here = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
-        if "fused" in here and (not self._fuses or here.get("dampening")):
-            here["fused"] = None
-        return here
+    def _options(self, numbers: Numbers) -> dict[str, Any]:
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
+        if "fused" in options and (not self._fuses or options.get("dampening")):
+            options["fused"] = None
+        return options
 
 
 def flat_as(flat: Tensor, like: Tensor) -> Tensor:
-    """The numbers of `flat`, in the order of memory, in the shape of `like`, which is dense."""
+    """A view of `flat`, whose numbers are in the order of memory, in the shape of `like`, which is dense."""
     return flat.reshape(-1).as_strided(like.shape, like.stride())
 
 

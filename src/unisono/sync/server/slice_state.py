@@ -1,4 +1,4 @@
-"""One slice where it is kept: its weights, its optimizer, and what comes in and goes out."""
+"""One slice on a server: its weights, its optimizer, its pushes and pulls."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from unisono.compress import Compressor, Span, views
 from unisono.sync.server.accumulation import Done, PushAccumulator, RoundAccumulator
 from unisono.sync.server.delay_compensation import Compensation
 from unisono.sync.server.slice_optimizer import Numbers, Place, SliceOptimizer
-from unisono.sync.server.weight_deltas import WeightDeltas, pays
+from unisono.sync.server.weight_deltas import WeightDeltas, saves_bytes
 
 
 class MessageRefused(ValueError):
-    """A message that no worker of this run can have sent; it has changed nothing."""
+    """A message that no worker of this run can have sent; it has not changed the state."""
 
 
 @dataclass(frozen=True)
 class ServerTerms:
-    """What all slices of a run have in common.
+    """The settings that all slices of a run share.
 
     Args:
-        workers: how many there are.
-        lockstep: every step is all workers' together.
-        needed: otherwise, what makes a step: micro-batches, or pushes for the same step.
-        first: otherwise, `needed` counts pushes for the same step, and later ones are dropped.
-        compensate: what is done about late gradients.
+        workers: the number of workers.
+        synchronous: whether every step uses the gradients of all workers.
+        needed: if not synchronous: the micro-batches that make a step; with `drops_late`, the pushes.
+        drops_late: whether pushes for a step that is already taken are dropped.
+        compensate: the correction of stale gradients.
         control: length of the control word.
-        optimizer: a name in `stepping.ELEMENTWISE`.
-        groups: the optimizer's hyperparameters to begin with.
+        optimizer: a name in `slice_optimizer.ELEMENTWISE`.
+        groups: the initial hyperparameters of the optimizer.
     """
 
     workers: int
@@ -47,7 +47,7 @@ class ServerTerms:
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """What a keeper knows of its slice: `members` are the parameter groups of its pieces."""
+    """The layout of a slice; `members` are the indices of its pieces' parameter groups."""
 
     spans: tuple[Span, ...]
     members: tuple[int, ...]
@@ -56,20 +56,20 @@ class SliceSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the slice."""
+        """The number of elements of the slice."""
         return self.spans[-1].stop
 
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient as it came; `total` is None where none of the pieces were used.
+    """A gradient that a worker has pushed; `total` is None if no piece was used.
 
     Args:
-        number: the round in lockstep; else which push of this worker it is, from 1.
-        version: of the weights that it was computed on.
-        tick: the step that it is for.
+        number: the round, if synchronous; else the count of this worker's pushes, from 1.
+        version: of the weights on which it was computed.
+        tick: the server's step that it is for.
         count: its micro-batches.
-        scale: factor on `total` that makes it the mean of its micro-batches.
+        scale: the factor that makes `total` the mean over its micro-batches.
     """
 
     worker: int
@@ -83,11 +83,11 @@ class Push:
 
 
 class ServerSlice:
-    """The slice's state. The methods come in the order of a step; messages are checked by whoever calls them.
+    """The state of one slice. Methods are in the order of a step; the caller validates messages.
 
     Attributes:
-        version: how many steps these weights have taken.
-        dropped: pushes that came too late.
+        version: the number of steps that these weights have taken.
+        dropped: the number of pushes that were too late.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class ServerSlice:
         self.round_sum = RoundAccumulator(terms.workers, len(spec.spans))
         self._push_mean = PushAccumulator(terms.needed, terms.drops_late, len(spec.spans))
         self._deltas: WeightDeltas | None = None
-        if pays(spec.compress, spec.spans, spec.numel, spec.dtype):
+        if saves_bytes(spec.compress, spec.spans, spec.numel, spec.dtype):
             self._deltas = WeightDeltas(spec.compress, spec.spans, self.weights)
-        self._published = 0  # the version that the newest edition comes near to
+        self._published = 0  # the version of the newest delta
         self._last_push = [0] * terms.workers
-        self._added: dict[int, int] = {}  # micro-batches, of each tick that is not complete
+        self._added: dict[int, int] = {}  # micro-batches, by step that is not complete
         self._complete = 0
         self._history = (
             WeightHistory(terms.workers, self.weights)
@@ -126,21 +126,21 @@ class ServerSlice:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was pushed."""
+        """Whether a gradient was pushed."""
         return self.round_sum.round > 0 or any(self._last_push)
 
-    # In lockstep: pushes of all, then `take` of any.
+    # Synchronous: pushes of all workers, then `take` of any of them.
 
     def add_to_round(self, push: Push, done: Done) -> None:
-        """`push` goes into its round; its tensor is free again with ``done()``."""
+        """Add `push` to its round; its tensor must not change until ``done()``."""
         if push.version > self.version:
             raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
-        self._take_due_step()  # the sum of the last round is used up
+        self._take_due_step()  # it reads the sum of the last round, whose memory is used again
         self.round_sum.push(push.worker, push.number, push.total, push.used, done)
         self._step_if_due()
 
     def squares(self) -> list[float]:
-        """Each piece's squared 2-norm of the mean gradient of the complete round."""
+        """The squared 2-norm of each piece of the mean gradient of the complete round."""
         gradient = self._gradient()
         if gradient is None:
             return [0.0] * len(self.spec.spans)
@@ -148,13 +148,13 @@ class ServerSlice:
         return [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces]
 
     def take(self, round_: int, scale: float, groups: Sequence[Numbers]) -> None:
-        """The step of ``scale * mean`` of `round_` is to be taken, as soon as that is complete."""
+        """Take the step of ``scale * mean`` of `round_`, as soon as that is complete."""
         if round_ > self._take[0]:
             self._take = round_, scale, groups
             self._step_if_due()
 
     def _step_if_due(self) -> None:
-        """The version counts now; the arithmetic is done for whoever asks first."""
+        """Count the version of a complete round now; the arithmetic is deferred to the first access."""
         round_, scale, groups = self._take
         if self.round_sum.complete and self.round_sum.round == round_ and self._taken < round_:
             self._taken = round_
@@ -166,10 +166,10 @@ class ServerSlice:
         total = self.round_sum.total
         return None if total is None else self.spec.compress.value(total, self.spec.dtype)
 
-    # Otherwise: each push by itself.
+    # Asynchronous: each push by itself.
 
     def add_push(self, push: Push, groups: Sequence[Numbers]) -> bool:
-        """`push` is added once, however often it comes; False: it was too late and is dropped."""
+        """Add `push`, unless it is a repetition; False: it was too late and is dropped."""
         if push.number <= self._last_push[push.worker]:
             return True
         if push.number > self._last_push[push.worker] + 1:
@@ -195,7 +195,7 @@ class ServerSlice:
         return True
 
     def _count(self, push: Push) -> None:
-        """Versions count what has come; whoever may be so and so late counts steps of which all has come."""
+        """Count the micro-batches of a push by its step: staleness is bounded by steps of which all have arrived."""
         self._added[push.tick] = self._added.get(push.tick, 0) + push.count
         while self._added.get(self._complete, 0) >= self._terms.needed:
             del self._added[self._complete]
@@ -213,16 +213,16 @@ class ServerSlice:
     ) -> None:
         if gradient is None:
             return
-        if self._lent:  # somebody may still read them
+        if self._lent:  # an answer may still read them
             self.weights, self._lent = self.weights.clone(), set()
             self.optimizer.set_weights(views(self.weights, self.spec.spans))
-        # The sum stays as it is: somebody may still ask for its norm.
+        # The sum is not changed, because a worker may still request its norm.
         parts = views(gradient if scale == 1.0 else gradient * scale, self.spec.spans)
         self.optimizer.step([part if was else None for part, was in zip(parts, used)], groups)
 
     @property
     def _reached(self) -> int:
-        """The step before which all that counts is in these weights."""
+        """The step before which all gradients are in these weights."""
         return self.version if self._terms.synchronous or self._terms.drops_late else self._complete
 
     def _answer_waiting(self) -> None:
@@ -238,7 +238,7 @@ class ServerSlice:
             due()
 
     def when_reached(self, need: int, done: Done) -> None:
-        """``done()`` when_reached all steps before `need` are in these weights."""
+        """Call ``done()`` when all steps before `need` are in these weights."""
         if self._reached >= need:
             done()
         else:
@@ -257,49 +257,49 @@ class ServerSlice:
             newest, whole = self._deltas.number, messages is None
             tensors = [self._deltas.shadow.clone()] if messages is None else messages
         if self._history:
-            held = self.weights if self._deltas is None else self._deltas.shadow
-            self._history.record(worker, newest, held)
+            received = self.weights if self._deltas is None else self._deltas.shadow
+            self._history.record(worker, newest, received)
         if delta_number == newest:
             tensors, whole = [], False
         fields = {"version": self.version, "edition": newest, "whole": whole}
         return ActorMessage("weights", fields, tensors), whole and self._deltas is None
 
     def publish_exact(self) -> None:
-        """The next edition is the weights as they are."""
+        """Make the exact weights the next ones that workers receive."""
         self._take_due_step()
         if self._deltas is not None:
             self._deltas.publish_exact(self.weights)
             self._published = self.version
 
     def read_state(self, state_too: bool) -> ActorMessage:
-        """The weights as they are, and perhaps the optimizer's state."""
+        """The exact weights, with `state_too` also the optimizer's state."""
         self._take_due_step()
         places, state = self.optimizer.state() if state_too else ([], [])
         return ActorMessage("state", {"places": places}, [self.weights, *state])
 
     def lend(self, token: object) -> None:
-        """The weights must not change in place until `token` is returned."""
+        """Do not change the weights in place until `token` is released."""
         self._lent.add(token)
 
     def release(self, token: object) -> None:
-        """See `lend`."""
+        """End the loan `token`; see `lend`."""
         self._lent.discard(token)
 
 
 class WeightHistory:
-    """The weights that each worker computes on; those of one edition are kept once."""
+    """The weights on which each worker computes; equal ones are stored once."""
 
     def __init__(self, workers: int, weights: Tensor) -> None:
         self._held = [0] * workers
         self._weights = {0: weights.clone()}
 
     def record(self, worker: int, delta_number: int, weights: Tensor) -> None:
-        """`worker` holds `weights` from now on."""
+        """Record that `worker` has `weights`, of `delta_number`, from now on."""
         self._held[worker] = delta_number
         if delta_number not in self._weights:
             self._weights[delta_number] = weights.clone()
         self._weights = {e: kept for e, kept in self._weights.items() if e in self._held}
 
     def of_worker(self, worker: int) -> Tensor:
-        """What `worker` holds."""
+        """The weights that `worker` has."""
         return self._weights[self._held[worker]]

@@ -1,11 +1,11 @@
-"""How weights are cut into slices and dealt out over servers; arithmetic without I/O.
+"""The plan of slices: how weights are divided into slices and assigned to servers, without I/O.
 
-    parameters, as the forward pass needs them      slices, the first one travels first
+    parameters, in the order of the forward pass    slices, sent in this order
     embed [50000, 64]                               0: embed[0:12500]       shard 0
                                                     1: embed[12500:25000]   shard 1 ...
     norm [64], bias [64], head [10, 64]             4: norm, bias, head     the least loaded shard
 
-Matrices are cut between rows, so that what is left are matrices. Every worker computes the same slices.
+Matrices are divided between rows, so that the parts are matrices. Every worker computes the same slices.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from unisono.compress import Compressor, Span
 
-SLICES_PER_SHARD = 4  # else shards could not be balanced
-SMALLEST_BYTES = 1 << 16  # of a slice that is smaller than it was asked for: a message costs as much as some KB
+SLICES_PER_SHARD = 4  # with fewer, shards cannot be balanced
+SMALLEST_BYTES = 1 << 16  # of a slice that is smaller than `slice_bytes`: the overhead of a message is some KB
 
 
 @dataclass(frozen=True)
 class SliceRows:
-    """Rows of one parameter; `span` is their place in the slice."""
+    """Rows of one parameter; `span` is their range in the slice."""
 
     rows: range | None
     span: Span
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor`, which is shaped like the parameter, that this piece is."""
+        """The rows of `tensor`, which has the shape of the parameter."""
         return tensor if self.rows is None else tensor[self.rows.start : self.rows.stop]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Pieces of one dtype and device, which one compressor sends, and the shard that keeps them."""
+    """Pieces of one dtype, device and compressor, and the shard that has them."""
 
     pieces: tuple[SliceRows, ...]
     dtype: torch.dtype
@@ -46,17 +46,17 @@ class Slice:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Where the pieces lie."""
+        """The ranges of the pieces."""
         return tuple(piece.span for piece in self.pieces)
 
     @property
     def numel(self) -> int:
-        """Elements of the slice."""
+        """The number of elements of the slice."""
         return self.pieces[-1].span.stop
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
+        """The bytes of its weights."""
         return self.numel * self.dtype.itemsize
 
 
@@ -101,8 +101,7 @@ def _packed(
 
 
 def _rows(parameter: nn.Parameter, largest: int) -> Sequence[range | None]:
-    """Equal stretches of rows of at most `largest` bytes; None: the whole, because it fits or rows do not lie one
-    after the other in memory."""
+    """Equal ranges of rows of at most `largest` bytes; None: all rows, because they fit or are not contiguous."""
     nbytes = parameter.numel() * parameter.element_size()
     stride = torch.empty_like(parameter, device="meta").stride()
     if nbytes <= largest or parameter.dim() == 0 or stride[0] < max(stride):

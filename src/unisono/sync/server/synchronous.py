@@ -1,10 +1,10 @@
-"""A synchronous server: every step is all workers' together.
+"""The client of synchronous servers: every step uses the gradients of all workers.
 
-push of each slice as backward fills it ──► sums in the order of ranks
-settle: control word ──► server 0: answered when all have come
-norm, if it is asked for ──► of the sums
-apply: take(scale, learning rate) ──► one step; pull, first what the forward pass needs first
-forward: need ──► waits for what has not arrived yet
+offer: push of each slice as backward completes it ──► summed in the order of ranks
+settle: control word ──► server 0: answered with the sum over all workers
+norm, if needed ──► of the sums
+apply: take(scale, learning rate) ──► one step; pull of all slices in the order of the forward pass
+wait_parameters: waits for weights that have not arrived yet
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.sync.server.slice_optimizer import numbers_of
 
 
 class SynchronousClient(ServerClient):
-    """`ParameterServer` without staleness in its world."""
+    """The bound `ParameterServer` without staleness."""
 
     synchronous = True
     _round = 0
@@ -31,53 +31,53 @@ class SynchronousClient(ServerClient):
     _taking: Sequence[ShardCall] = ()
 
     def begin(self) -> None:
-        if self._round == 0 or any(client_slice.pushed for client_slice in self.client_slices):
+        if self._round == 0 or any(slice_.pushed for slice_ in self.client_slices):
             self._round += 1
         super().begin()
 
-    def on_filled(self, client_slice: ClientSlice) -> None:
-        client_slice.pushed = client_slice.push(self._round)
+    def on_filled(self, slice_: ClientSlice) -> None:
+        slice_.pushed = slice_.push(self._round)
 
     def settle(self) -> MeanAtServers:
         self.wait_parameters()
-        for client_slice in self.client_slices:
-            if client_slice.pushed is None:
-                client_slice.seal()
-                self.on_filled(client_slice)
+        for slice_ in self.client_slices:
+            if slice_.pushed is None:
+                slice_.seal()
+                self.on_filled(slice_)
         words = torch.tensor(self.control, dtype=torch.float64)
-        heard = self.shard_clients[0].call("hear", {"round": self._round}, [words])
-        for client_slice in self.client_slices:
-            assert client_slice.pushed is not None
-            client_slice.pushed.wait()
-        control: list[float] = heard.wait().tensors[0].tolist()
+        summed = self.shard_clients[0].call("hear", {"round": self._round}, [words])
+        for slice_ in self.client_slices:
+            assert slice_.pushed is not None
+            slice_.pushed.wait()
+        control: list[float] = summed.wait().tensors[0].tolist()
         return MeanAtServers(self, control)
 
     def squares(self) -> list[tuple[str, float]]:
-        """The squared 2-norms of the mean gradient's pieces, and whose pieces they are."""
-        asked = [each.call("norm", {"round": self._round}) for each in self.shard_clients]
+        """The parameter's name and the squared 2-norm of each piece of the mean gradient."""
+        calls = [each.call("norm", {"round": self._round}) for each in self.shard_clients]
         squares: dict[str, list[float]] = {}
-        for each in asked:
-            squares |= each.wait().fields
+        for call in calls:
+            squares |= call.wait().fields
         return [
             (span.name, square)
-            for client_slice in self.client_slices
-            for span, square in zip(client_slice.plan.spans, squares[str(client_slice.number)], strict=True)
+            for slice_ in self.client_slices
+            for span, square in zip(slice_.plan.spans, squares[str(slice_.number)], strict=True)
         ]
 
     def take(self, scale: float) -> None:
-        """All servers take the step; the new weights are asked for."""
+        """Let all servers take the step, and request the new weights."""
         fields = {"round": self._round, "scale": scale, "groups": numbers_of(self.optimizer)}
         self._taking = [each.call("take", fields) for each in self.shard_clients]
-        for client_slice in self.client_slices:
-            client_slice.applied = True
+        for slice_ in self.client_slices:
+            slice_.applied = True
         self._version += 1
         self.request_weights(self._version)
         if not self.lazy_parameters:
             self.wait_parameters()
 
-    def on_arrived(self, client_slice: ClientSlice) -> None:
-        """These weights are only there if the step was taken."""
-        client_slice.commit()
+    def on_arrived(self, slice_: ClientSlice) -> None:
+        """Commit the residual: new weights prove that the step was taken."""
+        slice_.commit()
 
     def on_all_arrived(self) -> None:
         taking, self._taking = self._taking, ()
@@ -90,7 +90,7 @@ class SynchronousClient(ServerClient):
 
 
 class MeanAtServers:
-    """What a step of all workers is about to do; see `PendingUpdate`."""
+    """The mean gradient of all workers, on the servers; a `PendingUpdate`."""
 
     agreed = True
 
@@ -99,12 +99,11 @@ class MeanAtServers:
         self._squares: list[tuple[str, float]] | None = None
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `PendingUpdate.norm`."""
         if self._squares is None:
             self._squares = self._server.squares()
         return math.sqrt(math.fsum(square for name, square in self._squares if name not in without))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Have the step taken where the optimizer is, and ask for the weights; `step` is not called."""
+        """Let the servers take the step, and request the weights; `step` is not called."""
         self._server.take(scale)
         return None

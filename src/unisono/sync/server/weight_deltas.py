@@ -1,11 +1,11 @@
-"""What travels to the workers in place of weights: differences to what they already hold.
+"""Weight deltas: compressed differences that are sent to workers in place of weights.
 
-    weights                w0 ─────────► w1 ─────────► w2            (the optimizer's, never sent as they are)
+    weights                w0 ─────────► w1 ─────────► w2            (the optimizer's, never sent)
                             │ encode      │ encode
-    what the workers hold  e0 ── m1 ───► e1 ── m2 ───► e2            (the shadow; a worker at e0 is sent m1 and m2)
+    weights on workers     e0 ── m1 ───► e1 ── m2 ───► e2            (the shadow; a worker at e0 receives m1 and m2)
 
-All workers at one edition hold the same bits, so nothing is kept per worker; what a message leaves out is part of the
-next difference. Who is so far behind that the messages outweigh the whole shadow gets that.
+Workers with the same delta number have the same bits, so there is no state per worker. What a message leaves out is
+part of the next difference. A worker for which the missed messages are larger than the shadow receives the shadow.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from torch import Tensor
 from unisono.compress import Compressor, CompressorMemory, Span, bits
 
 
-def pays(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> bool:
-    """Whether a message is smaller than the weights themselves."""
+def saves_bytes(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> bool:
+    """Whether a message is smaller than the weights."""
     return bits(compress, spans, numel, dtype) < numel * dtype.itemsize * 8
 
 
 def decoded(compress: Compressor, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
-    """The difference that `message` stands for."""
+    """The difference that `message` represents."""
     return compress.value(compress.decode(message, spans, numel, dtype), dtype)
 
 
 class WeightDeltas:
-    """The shadow of one slice's weights, and the messages that led to it."""
+    """The shadow of one slice's weights, and the messages that led to it.
+
+    Attributes:
+        number: counts the deltas, from 0.
+        shadow: the weights of workers that have received all deltas.
+    """
 
     def __init__(self, compress: Compressor, spans: Sequence[Span], weights: Tensor) -> None:
         self._compress, self._spans = compress, spans
@@ -41,7 +46,7 @@ class WeightDeltas:
         self._exact = True
 
     def publish(self, weights: Tensor) -> None:
-        """A new edition, which comes near to `weights`."""
+        """Publish a delta that brings the shadow close to `weights`."""
         total = (weights - self.shadow).to(self._compress.total_dtype(weights.dtype))
         message = self._compress.encode(total, self._spans, self._memory).clone()
         self._memory.commit()
@@ -53,13 +58,13 @@ class WeightDeltas:
             self._nbytes -= self._messages.popleft().nbytes
 
     def publish_exact(self, weights: Tensor) -> None:
-        """A new edition which is `weights`, to the bit."""
+        """Publish `weights` exactly, as a new shadow without a delta."""
         if not self._exact or not torch.equal(self.shadow, weights):
             self.shadow.copy_(weights)
             self.number, self._exact, self._nbytes = self.number + 1, True, 0
             self._messages.clear()
 
     def since(self, delta_number: int) -> list[Tensor] | None:
-        """The messages that lead from `delta_number` to this one; None: only the whole shadow does."""
+        """The messages from `delta_number` to the newest one; None: send the shadow."""
         behind = self.number - delta_number
         return list(self._messages)[len(self._messages) - behind :] if 0 <= behind <= len(self._messages) else None

@@ -1,1 +1,1 @@
-"""The tasks that come with the library."""
+"""Built-in tasks."""

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 real images of 8 x 8 pixels that scikit-learn carries with it, so no download."""
+"""Handwritten digits: 1,797 real images of 8 x 8 pixels that are part of scikit-learn."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SPLIT_SEED = 0
 
 
 def digits(*, hidden: int = 32) -> Task:
-    """A small convolutional network with batch normalisation that tells handwritten digits apart.
+    """A small convolutional network with batch normalisation that classifies handwritten digits.
 
     Args:
         hidden: channels of the first convolution; the others have twice as many.
 
     Raises:
-        InvalidInput: scikit-learn, which carries the images, is not installed, or `hidden` is below 1.
+        InvalidInput: scikit-learn, which contains the images, is not installed, or `hidden` is below 1.
     """
     if hidden < 1:
         raise InvalidInput("--hidden", hidden, "below 1", "use 1 or more")

@@ -20,11 +20,11 @@ class GPT:
         layers: transformer blocks.
         width: features per position; a multiple of `heads`.
         heads: attention heads.
-        context: bytes that a position can look back on, itself included.
-        dropout: share of features that training leaves out.
-        experts: how many perceptrons each block chooses from for each position (Shazeer et al. 2017, without their
-            loss for balance); 0: one perceptron for all.
-        experts_per_token: how many of them are chosen.
+        context: bytes that a position attends to, itself included.
+        dropout: fraction of features that training drops.
+        experts: perceptrons in each block, of which each position uses some (Shazeer et al. 2017, without their
+            load-balancing loss); 0: one perceptron for all positions.
+        experts_per_token: how many of them a position uses.
     """
 
     layers: int = 5
@@ -66,7 +66,7 @@ class Network(nn.Module):
         self.apply(_initialise)
         for name, weight in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.2.weight", "mlp.experts.down")):
-                # the stream that blocks add to keeps its size, however deep (Radford et al. 2019, 2.3)
+                # keeps the variance of the residual stream independent of depth (Radford et al. 2019, 2.3)
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def perceptron(shape: GPT) -> nn.Module:
 
 
 class Mixture(nn.Module):
-    """A perceptron for each position, out of several: the likeliest ones, weighted by how likely they are."""
+    """A mixture of perceptrons: each position uses the most likely ones, weighted by their probability."""
 
     def __init__(self, shape: GPT) -> None:
         super().__init__()
@@ -167,5 +167,5 @@ def _initialise(module: nn.Module) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers `model` learns."""
+    """The number of parameters of `model`."""
     return sum(p.numel() for p in model.parameters())

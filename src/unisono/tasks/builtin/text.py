@@ -1,4 +1,4 @@
-"""Any text, byte by byte: a GPT learns to say the next one. By default, the standard library's sources."""
+"""A GPT that predicts the next byte of any text, by default of the standard library's sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 
 def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:
-    """A byte-level GPT on text; the last twentieth of the bytes is held out and measured in bits per byte.
+    """A byte-level GPT on text; the last twentieth of the bytes is held out, for evaluation in bits per byte.
 
     Args:
         text: files and directories, read in the order given; a directory's text files in sorted order, hidden
@@ -63,7 +63,7 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:
 
 
 class Corpus:
-    """The bytes of many files, one after the other, read when first asked for and then kept."""
+    """The concatenated bytes of many files, read at first access."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
@@ -95,7 +95,7 @@ class Corpus:
 
 
 class Windows(Dataset[Tensor]):
-    """Views of ``context + 1`` bytes (uint8), one every `stride` bytes; many at once by ``__getitems__``.
+    """Views of ``context + 1`` bytes (uint8), one every `stride` bytes; many in one call by ``__getitems__``.
 
     Args:
         content: uint8 (size,), shared and never copied.
@@ -129,7 +129,7 @@ def held_out_windows(corpus: Corpus, context: int) -> Windows:
 
 
 def collate(samples: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, context), int64, of windows: what ``__getitems__`` gives, or a list of them."""
+    """Inputs and targets (N, context), int64, of windows: a tensor from ``__getitems__``, or a list."""
     windows = (samples if isinstance(samples, Tensor) else torch.stack(samples)).long()
     return windows[:, :-1], windows[:, 1:]
 
