@@ -227,7 +227,7 @@ class World:
         collate: Callable[[list[Any]], Batch] | None = None,
         load: Load | str | None = None,
     ) -> Iterator[Batches]:
-        """The training data, dealt out: for each step, this worker's micro-batches.
+        """The training data: for each step, this worker's micro-batches.
 
             for batches in world.steps(dataset, global_batch=64):
                 for x, y in batches:

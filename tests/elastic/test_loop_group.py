@@ -172,7 +172,7 @@ INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
     [
         ("0 1", [], ""),
         ("", ["--no-elastic"], ""),
-        ("1", [], f"worker 1: {INSIDE}, inside its loop over world.steps, which the others went on with\n"),
+        ("1", [], f"worker 1: {INSIDE}, inside its loop over world.steps, which the others continued\n"),
         ("1", ["--no-elastic"], f"its process is gone; worker 1 had exited before: {INSIDE}\n"),
     ],
     ids=["all", "at the end", "one", "one that is needed"],
@@ -221,7 +221,7 @@ def test_the_only_worker_of_a_host_that_leaves_a_loop_has_failed_if_others_go_on
         joined = subprocess.run(join, **given, text=True, timeout=120, env={**os.environ, "JOINED": "yes"})
         if who == "one":
             assert joined.returncode == 1, joined.stderr
-            assert joined.stderr.endswith("inside its loop over world.steps, which the others went on with\n")
+            assert joined.stderr.endswith("inside its loop over world.steps, which the others continued\n")
             first.terminate()
         else:
             assert joined.returncode == 0, joined.stderr

@@ -191,7 +191,7 @@ class Both(nn.Module):
 
 
 def test_a_module_with_parameters_of_several_dtypes_is_refused_by_name() -> None:
-    with pytest.raises(InvalidInput, match="Both: this module holds parameters of float32 and float64 itself"):
+    with pytest.raises(InvalidInput, match="Both: this module has parameters of float32 and float64"):
         modules_of_other_dtype(nn.Sequential(nn.Linear(4, 4), Both()), [])
 
 

@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```+([^\s`]*)(?: not-run: (.+))?\n(.*?)^```+$", page.read_text(), re.M | re.S)
+    found = re.findall(r"^```+([^\s`]*)(?: not-run: ([^\n]+))?\n(.*?)^```+$", page.read_text(), re.M | re.S)
     return [Block(*each) for each in found]
 
 
@@ -96,7 +96,8 @@ class Session:
         if file:
             (self._directory / file[1]).write_text(block.text)
         elif block.language == "python":
-            self._run([sys.executable, "-c", block.text])
+            (self._directory / "block.py").write_text(block.text)
+            self._run([sys.executable, "block.py"])
         elif block.language == "sh":
             self._run(["bash", "-euc", self._prelude + block.text])
         elif block.language == "console":
@@ -155,6 +156,12 @@ def test_a_block_is_executed_or_says_why_not(page: Path) -> None:
 )
 def test_output_is_compared(shown: str, expected: str, is_alike: bool) -> None:
     assert alike(shown, expected) is is_alike
+
+
+def test_each_block_is_one_block(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh not-run: two hosts\na\n```\n\ntext\n\n```sh\nb\n```\n\n```{toctree}\nc\n```\n")
+    assert blocks(page) == [Block("sh", "two hosts", "a\n"), Block("sh", "", "b\n"), Block("{toctree}", "", "c\n")]
 
 
 def test_a_page_that_adds_a_part_is_short() -> None:
