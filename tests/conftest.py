@@ -9,24 +9,23 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.short_form import short_form
 
-# Whoever started the tests may ignore signals, as nohup does and a script that starts them in the background; commands
-# that tests start would inherit that, and ignore what tests send them. A handler is not inherited, and does as little.
+# The parent of the tests may ignore signals, as nohup does, and a script that starts them in the background. Commands
+# that tests start would inherit that. A handler is not inherited, and ignores the signal as well.
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
-# Small products of matrices on more threads wait for a free core each time, which on a busy machine takes longer than
-# the product.
+# On a busy machine, small matrix products on several threads wait for free cores longer than they compute.
 torch.set_num_threads(1)
 
-# No law depends on how long an example takes: other processes may load the machine.
+# Tests do not depend on the duration of examples, because other processes may load the machine.
 settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unisono")
 
 
 @pytest.hookimpl(tryfirst=True)  # before rows are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a table that is marked ``short(n)``, all rows but n are marked ``long``."""
+    """Marks all rows but n of a table with ``short(n)`` as ``long``."""
     tables = defaultdict(list)
     for item in items:
         if item.get_closest_marker("short"):

@@ -73,7 +73,7 @@ TOKENS = st.one_of(
 
 
 @contextmanager
-def serving(state: Path, policy: Policy = POLICY) -> Iterator[str]:
+def running_coordinator(state: Path, policy: Policy = POLICY) -> Iterator[str]:
     """A coordinator's URL."""
     served = CoordinatorServer(Endpoint(), policy, state, TOKEN)
     thread = threading.Thread(target=served.run)
@@ -185,7 +185,7 @@ def play(seconds: float, seed: int, folder: Path) -> Counter[str]:
     """
     state = folder / "state"
     answered: Counter[str] = Counter()
-    with serving(state, PATIENT) as url:
+    with running_coordinator(state, PATIENT) as url:
         fuzz = Fuzz(url, seed, answered)
         for count in (1, 2):
             for worker in ("a", "b"):
@@ -194,7 +194,7 @@ def play(seconds: float, seed: int, folder: Path) -> Counter[str]:
         assert before[1]["view"]["number"] == 1, before[1]
         fuzz.repeat(st.tuples(fuzz.cases(), TOKENS), fuzz.without, seconds / 3)
         assert (files(state), fuzz.status()) == before, "a request without the token changed something"
-    with serving(state) as url:
+    with running_coordinator(state) as url:
         fuzz = Fuzz(url, seed, answered)
         fuzz.repeat(fuzz.cases(), fuzz.with_the_token, seconds / 3)
         paths = st.sampled_from([b"/v1/beat", b"/v1/gone", b"/v1/status", b"/", b"*", b"/v1/beat?x=%ff", b"/%00"])

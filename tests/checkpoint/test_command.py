@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
 from tests.support.checkpoints import flip, load
-from tests.support.fake_run import Said
+from tests.support.fake_run import CommandOutput
 from unisono.checkpoint import fingerprint, open_checkpoint
 from unisono.cli import main
 
@@ -38,11 +38,11 @@ def run(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def unisono(capsys: pytest.CaptureFixture[str]) -> Callable[[str], Said]:
-    return lambda line: Said(main(["checkpoint", *line.split()]), *capsys.readouterr())
+def unisono(capsys: pytest.CaptureFixture[str]) -> Callable[[str], CommandOutput]:
+    return lambda line: CommandOutput(main(["checkpoint", *line.split()]), *capsys.readouterr())
 
 
-Unisono = Callable[[str], Said]
+Unisono = Callable[[str], CommandOutput]
 
 
 def harm(path: Path) -> None:

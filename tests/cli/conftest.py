@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.fake_run import Played, Said
+from tests.support.fake_run import CommandOutput, FakeRun
 from unisono import run as package
 from unisono.cli import main
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+def played(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     """Stands in for `unisono.run.start`."""
-    made, module = Played(), types.ModuleType("unisono.run.start")
+    made, module = FakeRun(), types.ModuleType("unisono.run.start")
     module.start = made.start  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.run.start", module)
     monkeypatch.setattr(package, "start", module, raising=False)
@@ -24,11 +24,11 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 
 @pytest.fixture
-def unisono(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def unisono(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandOutput]:
     """Run the command line in this process."""
 
-    def run(*words: str) -> Said:
+    def run(*words: str) -> CommandOutput:
         code = main(words)
-        return Said(code, *capsys.readouterr())
+        return CommandOutput(code, *capsys.readouterr())
 
     return run

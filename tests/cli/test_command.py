@@ -9,11 +9,11 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.support.fake_run import Said
+from tests.support.fake_run import CommandOutput
 from unisono.cli.config_fields import fields
 from unisono.tasks import TASKS
 
-Unisono = Callable[..., Said]
+Unisono = Callable[..., CommandOutput]
 
 
 @pytest.mark.parametrize("line", ["--help", "-h", "", "train --help", "launch --help", "tasks --help", "train -h"])

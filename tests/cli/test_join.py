@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.coordinator import TOKEN as THEIRS
-from tests.support.coordinator import serving
+from tests.support.coordinator import running_coordinator
 from unisono.cli.status import heading
 from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatus
 from unisono.membership import contact_file as card
@@ -95,7 +95,7 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 
 
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         card.write_contact(tmp_path, CoordinatorAddress(served.url, THEIRS))
         assert unisono("status", "--run-dir", str(tmp_path)).out == "no view yet; workers: 0\n"
         line = HttpConnection(CoordinatorAddress(served.url, THEIRS))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_run import Said
+from tests.support.fake_run import CommandOutput
 from unisono.cli.launch import LaunchRequest, read_request
 
-Unisono = Callable[..., Said]
+Unisono = Callable[..., CommandOutput]
 
 
 @pytest.fixture

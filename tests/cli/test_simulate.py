@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_run import Said
+from tests.support.fake_run import CommandOutput
 from tests.support.processes import ignoring
 
-Unisono = Callable[..., Said]
+Unisono = Callable[..., CommandOutput]
 
 TASK = """
 import torch

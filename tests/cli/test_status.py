@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from unisono.cli import main
 from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership.client import CoordinatorClient
@@ -21,7 +21,7 @@ DOING = Activity(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
 def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_went(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
-    with serving(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
+    with running_coordinator(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
         contact = CoordinatorAddress(served.url, TOKEN)
         write_contact(run, contact)
         spent = {Phase.COMPUTE: 6.0, Phase.DATA: 4.0}
@@ -67,7 +67,7 @@ def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) 
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
     said = Activity(Phase.COMMUNICATION, 7, 1, 2.5, "[/x] [bold]", (), "[red]own.py:31 [link=http://a]")
-    with serving(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
+    with running_coordinator(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
         contact = CoordinatorAddress(served.url, TOKEN)
         write_contact(run, contact)
         with CoordinatorClient(

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_run import Played, Result, Said
+from tests.support.fake_run import CommandOutput, FakeRun, Result
 from tests.support.processes import ignoring
 
-Unisono = Callable[..., Said]
+Unisono = Callable[..., CommandOutput]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
@@ -29,7 +29,7 @@ def restored() -> Iterator[None]:
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_before_there_are_workers_is_one_sentence(
-    unisono: Unisono, played: Played, number: signal.Signals
+    unisono: Unisono, played: FakeRun, number: signal.Signals
 ) -> None:
     def asked(on_message: object) -> Result:
         for _ in range(2):  # as timeout does, and a terminal that closes
@@ -44,7 +44,7 @@ def test_a_signal_before_there_are_workers_is_one_sentence(
 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_is_ignored_stays_so(unisono: Unisono, played: Played, number: signal.Signals) -> None:
+def test_a_signal_that_is_ignored_stays_so(unisono: Unisono, played: FakeRun, number: signal.Signals) -> None:
     def asked(on_message: object) -> Result:
         os.kill(os.getpid(), number)
         return Result()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_run import Played, Result, Said
+from tests.support.fake_run import CommandOutput, FakeRun, Result
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.launch.stop_request import Interrupted
 from unisono.observe import write_config
 from unisono.tasks.source import NamedTask
 
-Unisono = Callable[..., Said]
+Unisono = Callable[..., CommandOutput]
 
 OPTIONS: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
     ("digits", {}, {}),
@@ -43,7 +43,7 @@ OPTIONS: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
 
 @pytest.mark.parametrize(("line", "settings", "arguments"), OPTIONS, ids=[line for line, _, _ in OPTIONS])
 def test_options_reach_the_run(
-    unisono: Unisono, played: Played, line: str, settings: Mapping[str, Any], arguments: Mapping[str, Any]
+    unisono: Unisono, played: FakeRun, line: str, settings: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> None:
     said = unisono("train", *line.split(" "))
     assert said.code == 0, said.err
@@ -51,7 +51,7 @@ def test_options_reach_the_run(
     assert played.source == NamedTask("text" if "text" in line else "digits", arguments, os.getcwd())
 
 
-def test_an_option_beats_the_file_and_set_beats_both(unisono: Unisono, played: Played, tmp_path: Path) -> None:
+def test_an_option_beats_the_file_and_set_beats_both(unisono: Unisono, played: FakeRun, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
         'workers = 3\nsteps = 7\nlr = 0.5\ncompress = "Exact()"\n'
@@ -77,7 +77,7 @@ def test_an_option_beats_the_file_and_set_beats_both(unisono: Unisono, played: P
     assert played.source.arguments == {"text": ["a"], "model": {"layers": "4", "width": 8}}
 
 
-def test_the_task_on_the_command_line_beats_the_file(unisono: Unisono, played: Played, tmp_path: Path) -> None:
+def test_the_task_on_the_command_line_beats_the_file(unisono: Unisono, played: FakeRun, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[task]\nname = "text"\n')
     assert unisono("train", "digits", "--config", str(file)).code == 0
@@ -85,7 +85,7 @@ def test_the_task_on_the_command_line_beats_the_file(unisono: Unisono, played: P
     assert played.source.name == "digits"
 
 
-def test_the_config_of_a_run_can_be_used_again(unisono: Unisono, played: Played, tmp_path: Path) -> None:
+def test_the_config_of_a_run_can_be_used_again(unisono: Unisono, played: FakeRun, tmp_path: Path) -> None:
     from unisono.config import Config
 
     config = Config.of(
@@ -103,7 +103,7 @@ def test_the_config_of_a_run_can_be_used_again(unisono: Unisono, played: Played,
     assert tomllib.loads((tmp_path / "config.toml").read_text())["task"]["name"] == "text"
 
 
-def test_json_is_handed_on_as_a_path(unisono: Unisono, played: Played, tmp_path: Path) -> None:
+def test_json_is_handed_on_as_a_path(unisono: Unisono, played: FakeRun, tmp_path: Path) -> None:
     assert unisono("train", "digits", "--json", str(tmp_path / "r.json")).code == 0
     assert played.json == tmp_path / "r.json"
 
@@ -130,7 +130,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "says"), WRONG, ids=[line for line, _ in WRONG])
 def test_what_cannot_work_is_one_sentence_and_starts_nothing(
-    unisono: Unisono, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+    unisono: Unisono, played: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said = unisono(*line.split(" "))
@@ -151,7 +151,7 @@ def test_what_cannot_work_is_one_sentence_and_starts_nothing(
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(
-    unisono: Unisono, played: Played, tmp_path: Path, content: str | bytes, says: str
+    unisono: Unisono, played: FakeRun, tmp_path: Path, content: str | bytes, says: str
 ) -> None:
     file = tmp_path / "c.toml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -169,14 +169,14 @@ def raising(error: BaseException) -> Callable[[Any], Result]:
     return act
 
 
-def test_invalid_input_of_the_run_is_printed_the_same_way(unisono: Unisono, played: Played) -> None:
+def test_invalid_input_of_the_run_is_printed_the_same_way(unisono: Unisono, played: FakeRun) -> None:
     played.act = raising(InvalidInput("workers", 9, "more than the 4 micro-batches of a step", "use 4 or fewer"))
     said = unisono("train", "digits")
     assert said.code == 2
     assert said.err.endswith("workers = 9: more than the 4 micro-batches of a step; use 4 or fewer.\n")
 
 
-def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played: Played) -> None:
+def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played: FakeRun) -> None:
     trace = "Traceback (most recent call last):\n  File …\nValueError: bad"
     played.act = raising(WorkerFailed(2, "ValueError: bad", trace))
     said = unisono("train", "digits")
@@ -186,14 +186,14 @@ def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played
     assert said.err.count("Traceback") == 1
 
 
-def test_other_errors_of_a_run_are_their_message(unisono: Unisono, played: Played) -> None:
+def test_other_errors_of_a_run_are_their_message(unisono: Unisono, played: FakeRun) -> None:
     played.act = raising(Diverged("step 3, micro-batch 1, worker 0: the loss is nan"))
     said = unisono("train", "digits")
     assert said.code == 2
     assert said.err.splitlines()[-1] == "step 3, micro-batch 1, worker 0: the loss is nan"
 
 
-def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono, played: Played) -> None:
+def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono, played: FakeRun) -> None:
     played.act = raising(Interrupted(2, (), "stopped on request after 87 of 200 steps"))
     said = unisono("train", "digits")
     assert said.code == 130
@@ -202,12 +202,12 @@ def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono
     assert said.out == ""
 
 
-def test_ctrl_c_before_the_run_is_no_traceback(unisono: Unisono, played: Played) -> None:
+def test_ctrl_c_before_the_run_is_no_traceback(unisono: Unisono, played: FakeRun) -> None:
     played.act = raising(KeyboardInterrupt())
     assert unisono("train", "digits").code == 130
 
 
-def test_the_summary_has_what_a_user_asks_first(unisono: Unisono, played: Played) -> None:
+def test_the_summary_has_what_a_user_asks_first(unisono: Unisono, played: FakeRun) -> None:
     said = unisono("train", "digits")
     assert said.code == 0
     for text in (
@@ -223,12 +223,12 @@ def test_the_summary_has_what_a_user_asks_first(unisono: Unisono, played: Played
 
 @pytest.mark.parametrize(("act", "code"), [(None, 0), (Interrupted(15), 143)], ids=["complete", "stopped"])
 def test_only_worker_0_speaks_under_another_launcher(
-    unisono: Unisono, played: Played, monkeypatch: pytest.MonkeyPatch, act: Interrupted | None, code: int
+    unisono: Unisono, played: FakeRun, monkeypatch: pytest.MonkeyPatch, act: Interrupted | None, code: int
 ) -> None:
     played.act = raising(act) if act else played.act
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert unisono("train", "digits") == Said(code, "", "")
+    assert unisono("train", "digits") == CommandOutput(code, "", "")
     assert played.source is not None

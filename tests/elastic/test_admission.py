@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from unisono.comm import outcomes, simulate
 from unisono.elastic.admission import admit, compare
 from unisono.errors import TaskMismatch
@@ -45,7 +45,7 @@ def test_workers_that_meet_find_out_which_of_them_differs() -> None:
 
 
 def test_the_first_of_the_runs_own_workers_says_what_the_others_must_have(tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         contact = CoordinatorAddress(served.url, TOKEN)
         admit(contact, worker("1"), TRAITS, never)
         admit(contact, worker("0"), TRAITS, never)
@@ -58,7 +58,7 @@ def test_the_first_of_the_runs_own_workers_says_what_the_others_must_have(tmp_pa
 
 
 def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         contact, came = CoordinatorAddress(served.url, TOKEN), list[BaseException]()
 
         def join() -> None:
@@ -75,14 +75,14 @@ def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(t
 
 
 def test_a_restarted_coordinator_knows_it_too(tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         admit(CoordinatorAddress(served.url, TOKEN), worker("0"), TRAITS, never)
-    with serving(tmp_path / "state") as served, pytest.raises(TaskMismatch):
+    with running_coordinator(tmp_path / "state") as served, pytest.raises(TaskMismatch):
         admit(CoordinatorAddress(served.url, TOKEN), worker("1"), OTHER, never)
 
 
 def test_who_is_to_stop_waits_for_nobody(tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         admit(CoordinatorAddress(served.url, TOKEN), worker("there-1a2b:0"), TRAITS, lambda: True)
 
 
@@ -102,7 +102,7 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
      {"traits": {str(i): "" for i in range(257)}}, {"traits": {}, "more": 1}],
 )  # fmt: skip
 def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.request("PUT", "/v1/traits", wrong, TraitsMessage)
         assert answer is not None
@@ -114,5 +114,5 @@ def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
 
 
 def test_traits_that_a_coordinator_refuses_are_not_compared(tmp_path: Path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         admit(CoordinatorAddress(served.url, TOKEN), worker("0"), {"x" * 300: "a"}, never)

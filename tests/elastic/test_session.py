@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from tests.support.leftovers import within
 from tests.support.processes import run
 from unisono.elastic.session import ElasticSession
@@ -41,6 +41,6 @@ def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path:
 def test_who_has_closed_its_end_is_within_reach(tmp_path: Path) -> None:
     """Of several who are told that a view is over, one hears it first and leaves; the others may see that sooner."""
     policy = Policy(expected_workers=2, max_workers=2, quarantine_seconds=1e6, join_timeout_seconds=1e6)
-    with serving(tmp_path / "state", policy=policy) as served:
+    with running_coordinator(tmp_path / "state", policy=policy) as served:
         contact = CoordinatorAddress(served.url, TOKEN, f"file://{tmp_path}/meeting")
         assert run(2, members_of_the_next, contact, tmp_path) == [{"0", "1"}] * 2

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from tests.support import processes
-from tests.support.command_runs import STACKS, TASK, command, events, last_step, said, under_way
+from tests.support.command_runs import STACKS, TASK, command, events, last_step, running_training, stderr_of
 from tests.support.leftovers import session, within
 from unisono.checkpoint import checkpoints
 from unisono.cli import main
@@ -95,7 +95,7 @@ def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(
         return len(([{"members": ["0", "1"]}, *events(run, "view")])[-1]["members"])
 
     line = ("--workers", "2:4", "--sync", sync, "--steps", "1000000", "--checkpoint-every", "0")
-    with under_way(tmp_path, "run", *line) as process:
+    with running_training(tmp_path, "run", *line) as process:
         words = command("join", "--run-dir", "run", "--workers", "2")
         with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as host:
             assert within(60, lambda: members() == 4)
@@ -106,7 +106,7 @@ def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(
         done = last_step(run)
         assert within(30, lambda: last_step(run) >= done + 10)
         os.kill(process.pid, signal.SIGINT)
-        said(process)
+        stderr_of(process)
     assert process.returncode == 130
 
 
@@ -122,7 +122,7 @@ OTHER_TASKS = {
 def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
     line = ("--workers", "2:4", "--steps", "1000000", "--checkpoint-every", "0")
-    with under_way(tmp_path, "run", *line) as process:
+    with running_training(tmp_path, "run", *line) as process:
         for (old, new), words in OTHER_TASKS.items():
             (tmp_path / "own.py").write_text(TASK.replace(old, new))
             host = unisono(tmp_path, "join", "--run-dir", "run", "--workers", "1")
@@ -133,7 +133,7 @@ def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: P
         assert within(30, lambda: last_step(tmp_path / "run") >= done + 10)
         assert all(set(view["members"]) <= {"0", "1"} for view in events(tmp_path / "run", "view"))
         os.kill(process.pid, signal.SIGINT)
-        said(process)
+        stderr_of(process)
     assert process.returncode == 130
 
 
@@ -141,7 +141,7 @@ def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: P
 def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
     line = ("--workers", "2", "--steps", "1000000", "--checkpoint-every", "0")
-    with under_way(tmp_path, "run", *line) as process:
+    with running_training(tmp_path, "run", *line) as process:
         (tmp_path / "own.py").write_text(TASK.replace(".square()", ".abs()"))
         pids = {name: pid for pid, name in session(process.pid).items()}
         os.kill(pids["unisono worker 1"], signal.SIGKILL)
@@ -149,7 +149,7 @@ def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go
         done = last_step(tmp_path / "run")
         assert within(30, lambda: last_step(tmp_path / "run") >= done + 10)
         os.kill(process.pid, signal.SIGINT)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 130
     assert "worker 1.2 cannot take part, 1 continues without it: code of own.py = sha256 " in words
 
@@ -163,9 +163,9 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     number: signal.Signals, code: int, home: Path
 ) -> None:
     run = home / number.name
-    with under_way(home, number.name, *EXACT, "--checkpoint-every", "0") as process:
+    with running_training(home, number.name, *EXACT, "--checkpoint-every", "0") as process:
         os.kill(process.pid, number)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == code, words
     assert "Traceback" not in words
     ((step, _),) = checkpoints(run / "checkpoints")
@@ -183,11 +183,11 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
 @pytest.mark.long
 def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home: Path) -> None:
     run = home / "killed"
-    with under_way(home, "killed", *EXACT, "--checkpoint-every", "5", "--no-elastic") as process:
+    with running_training(home, "killed", *EXACT, "--checkpoint-every", "5", "--no-elastic") as process:
         by_name = {name: pid for pid, name in session(process.pid).items()}
         assert set(by_name) == {f"unisono {role}" for role in ("launcher", "forkserver", "worker 0", "worker 1")}
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 1
     assert words.endswith(f"worker 1 failed: killed by SIGKILL (out of memory?)\n{goes_on(run)}")
     assert "Traceback" not in words
@@ -200,10 +200,10 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
 @pytest.mark.parametrize("how", ["", "--no-elastic"], ids=["elastic", "not elastic"])
 def test_where_every_worker_is_asked_to_end_the_run_is_not_complete(how: str, home: Path) -> None:
     name = f"asked{how}"
-    with under_way(home, name, *EXACT, "--checkpoint-every", "0", *how.split()) as process:
+    with running_training(home, name, *EXACT, "--checkpoint-every", "0", *how.split()) as process:
         for pid in workers_of(process):
             os.kill(pid, signal.SIGTERM)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 143, words
     step = last_step(home / name)
     ending = f"stopped on request after {step} of 600 steps"
@@ -215,12 +215,12 @@ def test_where_every_worker_is_asked_to_end_the_run_is_not_complete(how: str, ho
 @pytest.mark.long
 def test_the_last_worker_of_too_few_saves_what_it_has(home: Path) -> None:
     """One leaves, so that the others are fewer than the run needs; then they are asked to leave too."""
-    with under_way(home, "few", *EXACT, "--workers", "2:3", "--checkpoint-every", "0") as process:
+    with running_training(home, "few", *EXACT, "--workers", "2:3", "--checkpoint-every", "0") as process:
         first, second = workers_of(process)
         os.kill(first, signal.SIGTERM)
         assert within(30, lambda: first not in session(process.pid))
         os.kill(second, signal.SIGTERM)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 143, words
     step, complete, _ = came(home / "few")
     assert not complete
@@ -242,7 +242,7 @@ def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: sig
             # A signal just before Python enters time.sleep is not seen until that returns, as it interrupts no call.
             assert within(90, lambda: here.exists() and psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
             os.kill(process.pid, number)
-            assert said(process) == f"interrupted by {number.name}\n"
+            assert stderr_of(process) == f"interrupted by {number.name}\n"
             assert process.wait(30) == 128 + number
             assert within(5, lambda: not session(process.pid)), session(process.pid)
         finally:
@@ -311,14 +311,14 @@ def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Pat
 
 @pytest.mark.long
 def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
-    with under_way(home, "alive", *EXACT) as process:
+    with running_training(home, "alive", *EXACT) as process:
         done = unisono(home, "train", "own.py:task", "--run-dir", "alive", "--resume")
         assert done.returncode == 2
         where = re.escape(
             f"run_dir = {home / 'alive'}: it is in use by process {process.pid} on host {os.uname().nodename}"
         )
         assert re.fullmatch(f"{where} since .*; wait for that run or end it, or name another directory.\n", done.stderr)
-        said(process)
+        stderr_of(process)
     assert process.returncode == 0
     assert weights(home / "alive") == weights(home / "whole")
     assert len(events(home / "alive", "start")) == 1
@@ -326,7 +326,7 @@ def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_whose_launcher_was_killed_is_resumed_at_once(home: Path) -> None:
-    with under_way(home, "orphaned", *EXACT, "--checkpoint-every", "5") as process:
+    with running_training(home, "orphaned", *EXACT, "--checkpoint-every", "5") as process:
         process.kill()
         done = unisono(home, "train", "own.py:task", "--run-dir", "orphaned", "--resume")
         assert done.returncode == 0, done.stderr
@@ -460,12 +460,12 @@ def fill(file: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> None:
-    with under_way(home, "replaced", *EXACT) as process:
+    with running_training(home, "replaced", *EXACT) as process:
         by_name = {name: pid for pid, name in session(process.pid).items()}
         roles = ("launcher", "forkserver", "coordinator", "worker 0", "worker 1")
         assert set(by_name) == {f"unisono {role}" for role in roles}
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 0, words
     assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
     assert weights(home / "replaced") == weights(home / "whole")
@@ -473,12 +473,12 @@ def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> No
 
 @pytest.mark.long
 def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: Path) -> None:
-    with under_way(home, "unforked", *EXACT) as process:
+    with running_training(home, "unforked", *EXACT) as process:
         by_name = {name: pid for pid, name in session(process.pid).items()}
         os.kill(by_name["unisono forkserver"], signal.SIGKILL)
         assert within(30, lambda: by_name["unisono forkserver"] not in session(process.pid))
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 0, words
     assert "the fork server was killed by SIGKILL (out of memory?): workers continue, and another one" in words
     assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
@@ -492,9 +492,9 @@ def test_a_disk_that_fills_up_to_the_last_byte_does_not_end_the_run(coming_and_g
     with disk(tmp_path / "disk", "size=4m") as at:
         options = (*EXACT, "--checkpoint-every", "50", "--fails", "talk")
         options += () if coming_and_going else ("--no-elastic",)
-        with under_way(home, str(at / "run"), *options) as process:
+        with running_training(home, str(at / "run"), *options) as process:
             fill(at / "large")
-            words = said(process)
+            words = stderr_of(process)
         assert process.returncode == 0, words
         assert "no space left on device" in words
         # What a coordinator lets go of on the disk may be enough for the summary.

@@ -17,7 +17,7 @@ from tests.support.training_runs import HERE, Noisy, regression, train
 from unisono import Task
 from unisono.comm import Link
 from unisono.data import MicroBatchAllocation, assign
-from unisono.data.work_shares import STOCK_STEPS, fastest_counts, last_done
+from unisono.data.work_shares import HISTORY_STEPS, fastest_counts, last_done
 from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.run.resolve import settle
@@ -60,7 +60,7 @@ def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> 
 
 def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
     """Enough for as many stocks."""
-    for done in range(2, stocks * (STOCK_STEPS + 2) + 2):
+    for done in range(2, stocks * (HISTORY_STEPS + 2) + 2):
         each.hear(each.shares.settled_from + done, seconds)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.support.command_runs import TASK, events, last_step, said, under_way
+from tests.support.command_runs import TASK, events, last_step, running_training, stderr_of
 from tests.support.leftovers import session, within
 from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints
@@ -117,7 +117,7 @@ def story(
     def live(process: Any) -> Result | None:
         stop: Any = NobodyStops()
         worker = WorkerContext(
-            WorkerIdentity(process.number, 3, process.number, 3, "", "x"), lambda said: None, stop, process.name
+            WorkerIdentity(process.number, 3, process.number, 3, "", "x"), lambda stderr_of: None, stop, process.name
         )
         life = found.lives[process.number] = WorkerRun(
             worker, order, whole, config, torch.device("cpu"), ThreadTracker()
@@ -233,7 +233,7 @@ def test_real_workers_too_are_killed_replaced_and_asked_to_leave(tmp_path: Path)
         return within(60, is_there)
 
     line = ("--workers", "3", "--sync", "DiLoCo(every=5)", "--steps", "1000000", "--checkpoint-every", "0")
-    with under_way(tmp_path, "run", *line) as process:
+    with running_training(tmp_path, "run", *line) as process:
         pids = {name: pid for pid, name in session(process.pid).items()}
         os.kill(pids["unisono worker 1"], signal.SIGKILL)
         assert follows(2, "0", "1.2", "2")
@@ -242,7 +242,7 @@ def test_real_workers_too_are_killed_replaced_and_asked_to_leave(tmp_path: Path)
         done = last_step(run)
         assert within(30, lambda: last_step(run) >= done + 10)
         os.kill(process.pid, signal.SIGINT)
-        words = said(process)
+        words = stderr_of(process)
     assert process.returncode == 130, words
     begun = [view["step"] for view in events(run, "view")]
     assert begun == sorted(begun)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import unisono
-from tests.support.fake_run import Said
+from tests.support.fake_run import CommandOutput
 from tests.support.training_runs import regression, train
 from unisono import Result, Task
 from unisono.checkpoint import checkpoints, fingerprint
@@ -77,12 +77,12 @@ def test_a_result_does_not_stand_for_an_older_checkpoint(result: Result) -> None
 
 
 @pytest.fixture
-def export(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    return lambda *words: Said(main(["export", *map(str, words)]), *capsys.readouterr())
+def export(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandOutput]:
+    return lambda *words: CommandOutput(main(["export", *map(str, words)]), *capsys.readouterr())
 
 
 def test_export_writes_what_torch_and_safetensors_read(
-    result: Result, export: Callable[..., Said], tmp_path: Path
+    result: Result, export: Callable[..., CommandOutput], tmp_path: Path
 ) -> None:
     for name in ("model.pt", "model.safetensors"):
         said = export(result.run, "--to", tmp_path / name)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.support.coordinator import POLICY, TOKEN, serving
+from tests.support.coordinator import POLICY, TOKEN, running_coordinator
 from unisono.errors import InvalidInput
 from unisono.membership import Agent, CoordinatorAddress, StateVersion
 from unisono.membership import client as client_module
@@ -27,7 +27,7 @@ def end_step(worker: CoordinatorClient, number: int, digest: str) -> None:
 
 
 def test_two_workers_train_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         with a, b:
             first = a.next_view()
@@ -68,7 +68,7 @@ def test_two_workers_train_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> N
 
 
 def test_a_worker_that_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         (a, aborted), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         with a, b:
             for each in (a, b):
@@ -85,7 +85,7 @@ def test_a_worker_that_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
 
 
 def test_a_restarted_coordinator_continues_with_the_same_view(tmp_path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         port = int(served.url.rsplit(":", 1)[1])
         (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         for each in (a, b):
@@ -93,7 +93,7 @@ def test_a_restarted_coordinator_continues_with_the_same_view(tmp_path) -> None:
             each.joined(1, 0, "")
     for each in (a, b):
         each.add_steps(1)
-    with a, b, serving(tmp_path / "state", port), attend(f"http://127.0.0.1:{port}", "c")[0] as c:
+    with a, b, running_coordinator(tmp_path / "state", port), attend(f"http://127.0.0.1:{port}", "c")[0] as c:
         while not (a.votes_to_end and b.votes_to_end):
             threading.Event().wait(0.01)
         for each in (a, b):
@@ -111,7 +111,7 @@ def test_an_invalid_address_is_refused(url) -> None:
 
 
 def test_a_port_in_use_is_refused(tmp_path) -> None:
-    with serving(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
+    with running_coordinator(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
         CoordinatorServer(Endpoint(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)
 
 
@@ -129,7 +129,7 @@ def test_a_worker_of_an_ended_run_gives_up(monkeypatch) -> None:
 
 def test_a_worker_gives_up_on_a_coordinator_that_is_gone(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(client_module, "_GONE_SECONDS", 0.1)
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         late, _ = attend(served.url, "late")
         while late._known is None:
             threading.Event().wait(0.01)

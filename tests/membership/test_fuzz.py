@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.campaigns.membership_fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
+from tests.campaigns.membership_fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, running_coordinator
 from tests.support.coordinator import is_closed
 from unisono.membership.endpoint import Endpoint
 from unisono.membership.proof import RequestSigner
@@ -35,7 +35,7 @@ def test_malformed_requests_are_refused_and_change_nothing(tmp_path) -> None:
 ])  # fmt: skip
 def test_an_incomplete_request_times_out(begun, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(request_timeout, "REQUEST_SECONDS", 0.3)
-    with serving(tmp_path / "state") as url:
+    with running_coordinator(tmp_path / "state") as url:
         parts = urlsplit(url)
         connections = [socket.create_connection((parts.hostname, parts.port), 20.0) for _ in range(50)]
         try:
@@ -63,7 +63,10 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_an_endless_head_takes_no_memory_and_delays_no_request(kind, tmp_path) -> None:
     begun, more = HEADS[kind]
-    with serving(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER, timeout=5.0) as client:
+    with (
+        running_coordinator(tmp_path / "state") as url,
+        httpx2.Client(base_url=url, headers=BEARER, timeout=5.0) as client,
+    ):
         parts = urlsplit(url)
         sent = 0
         with socket.create_connection((parts.hostname, parts.port), 20.0) as connection, suppress(ConnectionError):
@@ -79,7 +82,7 @@ def test_an_endless_head_takes_no_memory_and_delays_no_request(kind, tmp_path) -
 
 
 def test_a_body_may_be_longer_than_the_bound_on_heads(tmp_path) -> None:
-    with serving(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER) as client:
+    with running_coordinator(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER) as client:
         order = {"task": "digits", "arguments": {"a": "b" * (request_timeout.MAX_HEAD_BYTES + (200 << 10))}}
         assert client.put("/v1/order", json=order).status_code == 204
         unreachable = [f"{i:0128d}" for i in range(5000)]
@@ -109,7 +112,7 @@ def test_invalid_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> None
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     upgrade = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
-    with serving(tmp_path / "state") as url:
+    with running_coordinator(tmp_path / "state") as url:
         logging.getLogger("uvicorn.error").addHandler(handler)
         for _ in range(40):
             exchange(url, b"\x00\x01")
@@ -133,7 +136,7 @@ def signed(asking: RequestSigner, path: str, body: bytes, sent: bytes | None = N
     ("/v1/beat", b"no JSON", 422), ("/v1/gone", b"no JSON", 422), ("/v1/nowhere", b"{}", 404),
 ])  # fmt: skip
 def test_a_signed_request_counts_once_and_its_response_is_signed(path, body, status, tmp_path) -> None:
-    with serving(tmp_path / "state", PATIENT) as url:
+    with running_coordinator(tmp_path / "state", PATIENT) as url:
         asking = RequestSigner(TOKEN)
         refused = exchange(url, b"GET /v1/challenge HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n").decode()
         (header,) = [line for line in refused.split("\r\n") if line.startswith("www-authenticate: Unisono")]

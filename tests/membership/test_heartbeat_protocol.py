@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.campaigns.membership_fuzz import PATIENT, TOKEN, serving
+from tests.campaigns.membership_fuzz import PATIENT, TOKEN, running_coordinator
 from tests.support.coordinator import is_closed
 from unisono.membership.server.service import HeartbeatRoute
 
@@ -30,7 +30,7 @@ def request(
 
 @contextmanager
 def connected(folder: Path) -> Iterator[socket.socket]:
-    with serving(folder / "state", PATIENT) as url:
+    with running_coordinator(folder / "state", PATIENT) as url:
         parts = urlsplit(url)
         with socket.create_connection((parts.hostname, parts.port), 20.0) as wire:
             yield wire

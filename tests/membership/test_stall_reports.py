@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from unisono.membership import Agent, Coordinator, CoordinatorAddress, Heartbeat, Policy, StateVersion, ViewStatus
 from unisono.membership.client import CoordinatorClient
 from unisono.membership.http_client import HttpConnection
@@ -230,7 +230,7 @@ def test_all_workers_receive_findings_and_the_status_has_the_time_spent(tmp_path
                           spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, on_finding=report)  # fmt: skip
 
     policy = Policy(expected_workers=2, max_workers=2, heartbeat_seconds=0.5)
-    with serving(tmp_path / "state", policy=policy) as served, attend("a") as a, attend("b") as b:
+    with running_coordinator(tmp_path / "state", policy=policy) as served, attend("a") as a, attend("b") as b:
         for each in (a, b):
             assert each.next_view() is not None
             each.joined(1, 0, "")
@@ -258,7 +258,7 @@ def test_all_workers_receive_findings_and_the_status_has_the_time_spent(tmp_path
     {"version": {"digest": "\x9b2J"}}, {"worker": "a\n"},
 ])  # fmt: skip
 def test_an_invalid_report_is_refused(more, tmp_path) -> None:
-    with serving(tmp_path / "state") as served:
+    with running_coordinator(tmp_path / "state") as served:
         line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.request("POST", "/v1/beat", {"worker": "a", "count": 1, **more}, HeartbeatReply)
         line.close()

@@ -59,7 +59,7 @@ class Echo:
         answer(ActorMessage("value", {"gone": sorted(self.gone)}, [self.total]))
 
     def watch(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Answers when somebody is lost."""
+        """Answers when a client is lost."""
         if self.gone:
             answer(ActorMessage("gone", {"senders": sorted(self.gone)}))
         else:

@@ -68,8 +68,8 @@ def command(*words: str | Path) -> list[str]:
 
 
 @contextmanager
-def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A training of `own.py` that has come to its tenth step; of which nothing may be left after the block."""
+def running_training(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A training run of `own.py` that has reached its tenth step, and leaves no process after the block."""
     line = command("train", "own.py:task", "--run-dir", run, *words)
     streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, cwd=at, env=STACKS, start_new_session=True, **streams) as process:
@@ -83,8 +83,8 @@ def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]
                 os.kill(pid, signal.SIGKILL)
 
 
-def said(process: subprocess.Popen[str], seconds: float = 120) -> str:
-    """What a process that ends has written to stderr; with the stacks of its threads if it does not end."""
+def stderr_of(process: subprocess.Popen[str], seconds: float = 120) -> str:
+    """The stderr of a process that is ending; with the stacks of its threads if it does not end in time."""
     with suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=seconds)[1]
     process.send_signal(signal.SIGABRT)

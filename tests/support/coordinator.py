@@ -19,7 +19,7 @@ POLICY = Policy(min_workers=1, expected_workers=2, max_workers=3, heartbeat_seco
 
 
 @contextmanager
-def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[CoordinatorServer]:
+def running_coordinator(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[CoordinatorServer]:
     served = CoordinatorServer(Endpoint(port=port), policy, state, TOKEN)
     thread = threading.Thread(target=served.run)
     thread.start()
@@ -31,7 +31,7 @@ def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Coo
 
 
 def is_closed(wire: socket.socket) -> bool:
-    """Waits for it."""
+    """Waits until the other end has closed the connection, or has sent something."""
     try:
         return wire.recv(1 << 12) == b""
     except ConnectionResetError:

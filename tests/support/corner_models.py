@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedded words through `blocks`; how is for others to say."""
+    """Embeddings through `blocks`; subclasses define how."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block, sparse: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Borrowing(Stack):
 
 
 class Sharing(Stack):
-    """Two blocks have a matrix in common, and one block is there twice."""
+    """Two blocks share a matrix, and one block is used twice."""
 
     def __init__(self) -> None:
         super().__init__()

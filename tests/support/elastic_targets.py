@@ -17,7 +17,7 @@ STEP_SECONDS = 0.02
 
 
 def train(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> dict[str, Any] | None:
-    """Takes steps with whoever is there, until there is a file `finish`, or it is asked to stop or to leave."""
+    """Takes steps with the members of each view, until the file `finish` exists, or it is asked to stop or leave."""
     worker.report({"name": worker.name, "pid": os.getpid()})
     ended: set[int] = set()
     agent = Agent(worker.name, StateVersion())
@@ -50,7 +50,7 @@ def _take_steps(
 def train_unless(
     worker: WorkerContext, contact: CoordinatorAddress, finish: str, place: int, how: str
 ) -> dict[str, Any] | None:
-    """As `train`, but who is at `place` comes to its end `how`, each time."""
+    """As `train`, but the worker at `place` ends in the way `how`, each time."""
     if worker.identity.rank == place:
         worker.report({"name": worker.name, "pid": os.getpid()})
         end(how)
@@ -75,7 +75,7 @@ def leave(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> No
 
 
 def stay(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> dict[str, Any]:
-    """Worker 0 has the result; the others never end by themselves."""
+    """Worker 0 has the result; the others do not end unless they are stopped."""
     if worker.identity.rank:
         threading.Event().wait()
     return {"name": worker.name}

@@ -30,8 +30,8 @@ class Result:
 
 
 @dataclass
-class Played:
-    """What `unisono.run.start.start` was called with; `act` is what it does."""
+class FakeRun:
+    """Stands for `unisono.run.start.start`: records its arguments and calls `act`."""
 
     act: Callable[[Callable[[int, Mapping[str, Any]], None]], Result | None] = lambda on_message: Result()
     source: NamedTask | None = None
@@ -50,7 +50,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandOutput:
     code: int
     out: str
     err: str

@@ -48,7 +48,7 @@ def wait_for_stop(worker: WorkerContext) -> str:
 
 
 def stop_slowly(worker: WorkerContext) -> str:
-    """Says that it was asked, and takes a while."""
+    """Reports the stop request, and takes a while."""
     wait_for_stop(worker)
     worker.report({"asked": True})
     time.sleep(0.3)
@@ -72,7 +72,7 @@ def fail_at(worker: WorkerContext, rank: int) -> None:
 
 
 def fail_as_consequence(worker: WorkerContext) -> None:
-    """Worker 1 dies; worker 0 tells of it before the launcher can know."""
+    """Worker 1 is killed; worker 0 reports that before the launcher can detect it."""
     if worker.identity.rank == 0:
         raise PeerLost([1], "sum", "connection closed")
     time.sleep(0.2)

@@ -25,7 +25,7 @@ def toy(
     module: str = "tests.support.toy_launcher",
     ignored: Iterable[int] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher under way, started with signals `ignored`, of which nothing may be left 5 seconds after the block."""
+    """A running launcher, started with signals `ignored`; nothing of it may be left 5 seconds after the block."""
     command = [sys.executable, "-m", module, marker, str(logs), target, *preload]
     temporary = logs / "temporary"
     temporary.mkdir()
@@ -42,7 +42,7 @@ def toy(
             assert within(5, lambda: not list(temporary.iterdir())), list(temporary.rglob("*"))
         finally:
             for pid in processes(marker):
-                with suppress(ProcessLookupError):  # it ends by itself meanwhile
+                with suppress(ProcessLookupError):  # it has ended meanwhile
                     os.kill(pid, signal.SIGKILL)
 
 

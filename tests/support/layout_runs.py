@@ -13,7 +13,7 @@ from typing import Any
 from tests.support import corner_models, layout_models, processes
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
-from unisono.observe import progress_reporter as telling
+from unisono.observe import progress_reporter
 from unisono.run.spec import RunSpec
 from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
@@ -28,17 +28,17 @@ processes.PRELOAD += [
 
 
 class Refused(Exception):
-    """The run did not start; says why."""
+    """The run was refused; the message says why."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run.
+    """The result of a run.
 
     Args:
         losses: by step, from 1.
         weights: their hash.
-        log: what worker 0 said meanwhile.
+        log: worker 0's log.
     """
 
     losses: Mapping[int, float]
@@ -50,14 +50,14 @@ def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **set
     """Train task `task` of `tests.support.layout_models` or `tests.support.corner_models`.
 
     Raises:
-        Refused: in words, by all workers alike or by one.
+        Refused: with the message of the workers, or of one of them.
     """
     path.mkdir(parents=True, exist_ok=True)
     home = layout_models if hasattr(layout_models, task) else corner_models
     source = NamedTask(f"{home.__name__}:{task}", arguments, ROOT)
     given = {"threads": 1, "workers": workers, **settings}
-    with tempfile.TemporaryDirectory() as meeting:
-        answers = processes.run(workers, _work, source, given, path, meeting, timeout_seconds=300)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        answers = processes.run(workers, _work, source, given, path, rendezvous, timeout_seconds=300)
     refusals = [answer for answer in answers if isinstance(answer, InvalidInput)]
     if refusals:
         raise Refused(str(refusals[0]))
@@ -68,22 +68,24 @@ def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **set
     return first
 
 
-def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str) -> Any:
-    telling.REPORT_SECONDS = 0.0  # every step is told
-    said: list[Mapping[str, Any]] = []
+def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, rendezvous: str) -> Any:
+    progress_reporter.REPORT_SECONDS = 0.0  # every step is reported
+    messages: list[Mapping[str, Any]] = []
     log = _Lines()
     logging.getLogger("unisono").addHandler(log)
-    who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    who = WorkerIdentity(rank, size, rank, size, f"file://{rendezvous}/store", "unisono")
     try:
-        result = run_worker(WorkerContext(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
+        result = run_worker(
+            WorkerContext(who, messages.append, StopRequest()), RunSpec(task, settings, path, time.time())
+        )
     except UnisonoError as error:  # a refusal, or the loss of a worker that was refused
         return error
-    losses = {message["step"]: message["loss"] for message in said if message["kind"] == "progress"}
+    losses = {message["step"]: message["loss"] for message in messages if message["kind"] == "progress"}
     return Run(losses, result["weights_sha256"], "\n".join(log.lines))
 
 
 class _Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()

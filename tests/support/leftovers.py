@@ -17,7 +17,7 @@ def processes(marker: str) -> dict[int, str]:
     for entry in _entries():
         try:
             line, environment = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
-        except OSError:  # it ended, or belongs to somebody else
+        except OSError:  # it has ended, or belongs to another user
             continue
         if line and (marker.encode() in line or marker.encode() in environment):
             found[int(entry.name)] = _readable(line)
@@ -38,7 +38,7 @@ def session(leader: int) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """The files in shared memory that are ours by name."""
+    """Files in shared memory with our name."""
     return {path.name for path in Path("/dev/shm").glob("*unisono*")}
 
 
@@ -49,7 +49,7 @@ def shared_bytes() -> int:
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether `condition` comes true in time; for what the kernel tells nobody: the end of a grandchild."""
+    """Whether `condition` becomes true in time; for events without a notification, such as the end of a grandchild."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -30,7 +30,7 @@ from unisono.errors import CommunicationError
 from unisono.launch.failure import Failure, first_cause
 from unisono.system.exit_status import describe_exit
 
-# Whatever a worker imports for itself takes its time in every worker. torch._dynamo comes with the first optimizer, the
+# What a worker imports itself takes time in every worker. torch._dynamo comes with the first optimizer, the
 # others with training, with the built-in digits, with worker 0's scalars and with the modules that hold the tests.
 PRELOAD = [
     "torch._dynamo", "torch.distributed", "unisono.run.worker", "unisono.layout.parallelize", "sklearn.datasets",
@@ -56,7 +56,7 @@ def context() -> ForkServerContext:
 
 @dataclass
 class Workers:
-    """Processes under way; `processes[r]` runs rank *r*."""
+    """Running processes; `processes[r]` runs rank *r*."""
 
     processes: list[Any]
     outcomes: list[Connection]
@@ -67,7 +67,7 @@ class Workers:
         """What each rank returned; None for ranks in `lost`, which are not waited for.
 
         Raises:
-            ChildFailed: a rank raised, died or outlasted the timeout; of several failures, names the first cause.
+            ChildFailed: a rank raised, was killed or exceeded the timeout; of several failures, names the first cause.
         """
         end = time.monotonic() + self.timeout_seconds
         awaited = {connection: rank for rank, connection in enumerate(self.outcomes) if rank not in lost}

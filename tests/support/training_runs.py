@@ -55,14 +55,14 @@ def differ(found: Mapping[int, float], expected: Mapping[int, float]) -> float:
 def start(size: int, task: NamedTask, path: Path, settings: Mapping[str, Any]) -> list[Any]:
     """What every worker returns; each computes on one thread, as they share the machine with other tests."""
     path.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as meeting:
-        return processes.run(size, _worker, task, {"threads": 1, **settings}, path, meeting, timeout_seconds=120)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        return processes.run(size, _worker, task, {"threads": 1, **settings}, path, rendezvous, timeout_seconds=120)
 
 
 def _worker(
-    rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str
+    rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, rendezvous: str
 ) -> dict[str, Any]:
-    who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    who = WorkerIdentity(rank, size, rank, size, f"file://{rendezvous}/store", "unisono")
     worker = WorkerContext(who, lambda message: None, StopRequest())
     return run_worker(worker, RunSpec(task, settings, path, time.time()))
 

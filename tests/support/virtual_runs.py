@@ -43,8 +43,8 @@ class Remembering(NullRecorder):
 
 
 @dataclass(frozen=True)
-class Life:
-    """What a worker came to."""
+class VirtualRun:
+    """The result of one worker."""
 
     weights: str
     optimizer: dict[str, Tensor]
@@ -55,26 +55,30 @@ class Life:
     events: list[Mapping[str, Any]]
 
 
-def live(
+def run_virtual(
     workers: int, task: Task, path: Path, tamper: Tamper | None = None, *, resume: bool = False, **settings: Any
-) -> list[Life | BaseException]:
-    """What each of `workers` virtual workers came to, by rank."""
+) -> list[VirtualRun | BaseException]:
+    """The result of each of `workers` virtual workers, by rank."""
     config = settle(task, {"compress": "Exact()", "load": "Inline()", **settings})
-    return outcomes(workers, _life, task, config, path, tamper, resume)
+    return outcomes(workers, _virtual_worker, task, config, path, tamper, resume)
 
 
-def lived(workers: int, task: Task, path: Path, tamper: Tamper | None = None, **settings: Any) -> Life:
-    """As `live`, of worker 0, where all come to the same."""
-    lives = live(workers, task, path, tamper, **settings)
-    for each in lives:
+def run_virtual_alike(
+    workers: int, task: Task, path: Path, tamper: Tamper | None = None, **settings: Any
+) -> VirtualRun:
+    """As `live`, of worker 0, where all workers have the same result."""
+    runs = run_virtual(workers, task, path, tamper, **settings)
+    for each in runs:
         if isinstance(each, BaseException):
             raise each
-    found = [each for each in lives if isinstance(each, Life)]
-    assert len({(life.weights, life.skipped, life.healed) for life in found}) == 1
+    found = [each for each in runs if isinstance(each, VirtualRun)]
+    assert len({(run.weights, run.skipped, run.healed) for run in found}) == 1
     return found[0]
 
 
-def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool) -> Life:
+def _virtual_worker(
+    comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool
+) -> VirtualRun:
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, comm.rank, comm.size, stack)
         held, optimizer = build_model(task, config, torch.device("cpu"), comm)
@@ -100,6 +104,6 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
         outcome = trainer.run()
         tensors, judge = trainer.replica.state, persistence.judge
-        return Life(
+        return VirtualRun(
             fingerprint(weights_of(held.local)), {n: t.clone() for n, t in tensors.items() if n.startswith("/")},
             outcome.loss, outcome.steps, tuple(sorted(judge.skipped)), judge.healed, record.events)  # fmt: skip

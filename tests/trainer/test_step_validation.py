@@ -15,7 +15,7 @@ import torch
 from tests.support import processes
 from tests.support.checkpoints import load
 from tests.support.training_runs import _worker, regression, source, train
-from tests.support.virtual_runs import Life, live, lived
+from tests.support.virtual_runs import VirtualRun, run_virtual, run_virtual_alike
 from unisono import Task
 from unisono.checkpoint import checkpoints, fingerprint_of, open_newest
 from unisono.data import MicroBatchPlan
@@ -33,7 +33,7 @@ def places(sample: int) -> list[tuple[int, int]]:
     return [(t, m) for t in range(STEPS) for m in range(6) if sample in PLAN.indices(t, m)]
 
 
-def told(life: Life, event: str = "bad step") -> list[Any]:
+def told(life: VirtualRun, event: str = "bad step") -> list[Any]:
     return [each for each in life.events if each["event"] == event]
 
 
@@ -43,7 +43,7 @@ def told(life: Life, event: str = "bad step") -> list[Any]:
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"norm": False, "optimizer": "sgd"}])
 def test_a_planted_sample_drops_the_same_steps_for_any_number_of_workers(options, tmp_path) -> None:
     task = regression(hidden_nan_at=11, **options)
-    lives = [lived(n, task, tmp_path / str(n), bad_step="Skip()") for n in (1, 2, 3)]
+    lives = [run_virtual_alike(n, task, tmp_path / str(n), bad_step="Skip()") for n in (1, 2, 3)]
     assert {life.skipped for life in lives} == {tuple(t for t, _ in places(11))}
     assert len({life.weights for life in lives}) == 1
     assert all(math.isfinite(life.loss) for life in lives)
@@ -68,7 +68,7 @@ def test_nothing_of_a_dropped_step_is_left_under_any_synchronizer_and_compressor
         seen[rank, done] = {name: tensor.clone() for name, tensor in trainer.replica.state.items()}
 
     task = regression(hidden_nan_at=11)
-    life = lived(2, task, tmp_path, look, bad_step="Skip()", sync=sync, compress=compress, steps=bad + 2)
+    life = run_virtual_alike(2, task, tmp_path, look, bad_step="Skip()", sync=sync, compress=compress, steps=bad + 2)
     assert life.skipped == (bad,)
     for rank in (0, 1):
         before, after, then = (seen[rank, done] for done in (bad, bad + 1, bad + 2))
@@ -94,7 +94,7 @@ def steep(at: int) -> Task:
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is_finite(workers, clip, compress, tmp_path) -> None:
-    life = lived(workers, steep(11), tmp_path, bad_step="Skip()", compress=compress, clip=clip)
+    life = run_virtual_alike(workers, steep(11), tmp_path, bad_step="Skip()", compress=compress, clip=clip)
     assert life.skipped == tuple(t for t, _ in places(11))
     assert math.isfinite(life.loss)
     found = [(event["step"], event["micro_batches"], event["workers"]) for event in told(life)]
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is_finite(workers
 
 
 def test_with_clip_a_gradient_that_is_not_finite_ends_a_run_that_stops(tmp_path) -> None:
-    (found,) = live(1, steep(11), tmp_path, compress="Cast()", clip=1.0)
+    (found,) = run_virtual(1, steep(11), tmp_path, compress="Cast()", clip=1.0)
     assert isinstance(found, Diverged)
     assert f"the norm of the mean gradient is nan in step {places(11)[0][0]}" in str(found)
 
@@ -112,7 +112,7 @@ def test_with_clip_a_gradient_that_is_not_finite_ends_a_run_that_stops(tmp_path)
 
 def test_stopping_names_step_micro_batch_worker_and_sample(tmp_path) -> None:
     t, m = places(11)[0]
-    for found in live(3, regression(hidden_nan_at=11), tmp_path):
+    for found in run_virtual(3, regression(hidden_nan_at=11), tmp_path):
         assert isinstance(found, Diverged)
         assert f"the loss is nan in step {t}, micro-batch {m}, computed by worker {m // 2} from samples" in str(found)
         assert "of which 11 holds what is not finite" in str(found)
@@ -121,10 +121,10 @@ def test_stopping_names_step_micro_batch_worker_and_sample(tmp_path) -> None:
 def test_more_bad_steps_than_allowed_end_the_run(tmp_path) -> None:
     task = regression(hidden_nan_at=11)
     assert len(places(11)) == 2
-    (found,) = live(1, task, tmp_path / "1", bad_step="Skip(limit=1)")
+    (found,) = run_virtual(1, task, tmp_path / "1", bad_step="Skip(limit=1)")
     assert isinstance(found, Diverged)
     assert "2 bad steps within 100 are more than Skip(limit=1) allows" in str(found)
-    assert len(lived(1, task, tmp_path / "2", bad_step="Skip(limit=1, within=2)").skipped) == 2
+    assert len(run_virtual_alike(1, task, tmp_path / "2", bad_step="Skip(limit=1, within=2)").skipped) == 2
 
 
 def outlier(at: int) -> Task:
@@ -137,10 +137,10 @@ def outlier(at: int) -> Task:
 def test_a_leap_of_the_loss_is_bad_if_it_is_to_be(tmp_path) -> None:
     at = next(i for i in range(96) if i in step(3))
     occurs = [t for t in range(24) if at in step(t)]
-    life = lived(2, outlier(at), tmp_path / "2", bad_step="Skip(spike=20)")
+    life = run_virtual_alike(2, outlier(at), tmp_path / "2", bad_step="Skip(spike=20)")
     assert life.skipped == tuple(t for t in occurs if t >= 16)  # before, too few losses are known
-    assert life.weights == lived(1, outlier(at), tmp_path / "1", bad_step="Skip(spike=20)").weights
-    assert lived(1, outlier(at), tmp_path / "0", bad_step="Skip()").skipped == ()
+    assert life.weights == run_virtual_alike(1, outlier(at), tmp_path / "1", bad_step="Skip(spike=20)").weights
+    assert run_virtual_alike(1, outlier(at), tmp_path / "0", bad_step="Skip()").skipped == ()
     assert all(at in event["samples"] for event in told(life))
 
 
@@ -152,9 +152,9 @@ def step(t: int) -> list[int]:
 def test_skips_outlive_the_process(workers, tmp_path) -> None:
     options = {"bad_step": "Skip(spike=20)", "checkpoint_every": 1, "schedule": "Constant()"}
     task = outlier(40)
-    whole = lived(2, task, tmp_path / "whole", **options)
-    lived(2, task, tmp_path / "parts", **options, steps=20)
-    last = lived(workers, task, tmp_path / "parts", resume=True, **options)
+    whole = run_virtual_alike(2, task, tmp_path / "whole", **options)
+    run_virtual_alike(2, task, tmp_path / "parts", **options, steps=20)
+    last = run_virtual_alike(workers, task, tmp_path / "parts", resume=True, **options)
     assert whole.skipped
     assert (last.weights, last.skipped, last.loss) == (whole.weights, whole.skipped, whole.loss)
 
@@ -164,9 +164,9 @@ def test_skips_outlive_the_process(workers, tmp_path) -> None:
 
 def test_going_back_comes_to_what_dropping_comes_to_where_only_a_sample_is_bad(tmp_path) -> None:
     task = regression(hidden_nan_at=11, dropout=0.1)
-    dropped = lived(2, task, tmp_path / "dropped", bad_step="Skip()", checkpoint_every=2)
+    dropped = run_virtual_alike(2, task, tmp_path / "dropped", bad_step="Skip()", checkpoint_every=2)
     for workers in (1, 3):
-        back = lived(workers, task, tmp_path / str(workers), bad_step="RollBack()", checkpoint_every=2)
+        back = run_virtual_alike(workers, task, tmp_path / str(workers), bad_step="RollBack()", checkpoint_every=2)
         assert (back.weights, back.skipped, back.loss) == (dropped.weights, dropped.skipped, dropped.loss)
         (t, _), (u, _) = places(11)
         words = [event["words"] for event in told(back)]
@@ -185,11 +185,11 @@ def test_going_back_undoes_what_a_damaged_memory_has_done(tmp_path) -> None:
 
     hurt: list[int] = []
     task = regression()
-    life = lived(1, task, tmp_path / "1", damages, bad_step="RollBack()", checkpoint_every=4)
-    without = lived(1, task, tmp_path / "2", skips(5), checkpoint_every=4, bad_step="Skip()")
+    life = run_virtual_alike(1, task, tmp_path / "1", damages, bad_step="RollBack()", checkpoint_every=4)
+    without = run_virtual_alike(1, task, tmp_path / "2", skips(5), checkpoint_every=4, bad_step="Skip()")
     assert life.skipped == without.skipped == (5,)
     assert life.weights == without.weights
-    failed = live(1, task, tmp_path / "3", lambda *a: hurt.clear() or damages(*a), bad_step="Skip(limit=2)")
+    failed = run_virtual(1, task, tmp_path / "3", lambda *a: hurt.clear() or damages(*a), bad_step="Skip(limit=2)")
     assert isinstance(failed[0], Diverged)  # dropping alone does not cure it
 
 
@@ -205,10 +205,10 @@ def skips(step: int) -> Any:
 def test_what_led_to_a_bad_step_is_left_out_too(tmp_path) -> None:
     task = regression(hidden_nan_at=11)
     last = places(11)[-1][0]
-    life = lived(2, task, tmp_path, bad_step="RollBack(before=2)", checkpoint_every=1, keep_checkpoints=1)
+    life = run_virtual_alike(2, task, tmp_path, bad_step="RollBack(before=2)", checkpoint_every=1, keep_checkpoints=1)
     assert life.skipped[-1] == last
     assert len(life.skipped) == 2  # the newest checkpoint is that of the step before
-    far = lived(2, task, tmp_path / "far", bad_step="RollBack(before=2)", checkpoint_every=3)
+    far = run_virtual_alike(2, task, tmp_path / "far", bad_step="RollBack(before=2)", checkpoint_every=3)
     assert set(far.skipped) >= set(range(max(last // 3 * 3, last - 2), last + 1))
 
 
@@ -234,23 +234,25 @@ def flips(who: int, at: int, where: str) -> Any:
 )
 def test_a_flipped_bit_is_found_named_and_undone(who, where, tmp_path) -> None:
     task = regression(dropout=0.1)
-    whole = lived(3, task, tmp_path / "whole", checkpoint_every=2)
-    healed = lived(3, task, tmp_path / "healed", flips(who, 4, where), checkpoint_every=2, compare_replicas_every=2)
+    whole = run_virtual_alike(3, task, tmp_path / "whole", checkpoint_every=2)
+    healed = run_virtual_alike(
+        3, task, tmp_path / "healed", flips(who, 4, where), checkpoint_every=2, compare_replicas_every=2
+    )
     assert (healed.weights, healed.loss, healed.healed) == (whole.weights, whole.loss, 1)
     (event,) = told(healed, "replica healed")
     assert (event["step"], event["workers"]) == (4, [str(who)])
     if where != "running_mean":  # which every step puts back
         with pytest.raises(AssertionError):  # not all come to the same
-            lived(3, task, tmp_path / "hurt", flips(who, 4, where))
+            run_virtual_alike(3, task, tmp_path / "hurt", flips(who, 4, where))
 
 
 def test_no_checkpoint_holds_a_damaged_state(tmp_path) -> None:
     """Taken right after the flip, or at the end."""
     for at in (4, 8):
         path = tmp_path / str(at)
-        whole = lived(3, regression(), path / "whole", checkpoint_every=4)
-        healed = lived(3, regression(), path / "healed", flips(1, at, "layers.0.weight"), checkpoint_every=4,
-                       compare_replicas_every=5)  # fmt: skip
+        whole = run_virtual_alike(3, regression(), path / "whole", checkpoint_every=4)
+        bad = flips(1, at, "layers.0.weight")
+        healed = run_virtual_alike(3, regression(), path / "healed", bad, checkpoint_every=4, compare_replicas_every=5)
         assert (healed.weights, healed.healed) == (whole.weights, 1)
         kept = {step: load(found) for step, found in checkpoints(path / "healed" / "checkpoints")}
         assert fingerprint_of(open_newest(path / "healed" / "checkpoints", pytest.fail)) == whole.weights
@@ -258,17 +260,17 @@ def test_no_checkpoint_holds_a_damaged_state(tmp_path) -> None:
 
 
 def test_what_went_into_gradients_stays_there_but_replicas_are_alike_again(tmp_path) -> None:
-    life = lived(3, regression(), tmp_path, flips(1, 3, "layers.0.weight"), compare_replicas_every=4)
+    life = run_virtual_alike(3, regression(), tmp_path, flips(1, 3, "layers.0.weight"), compare_replicas_every=4)
     assert life.healed == 1
 
 
 def test_two_that_differ_have_no_majority(tmp_path) -> None:
-    for found in live(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_replicas_every=2):
+    for found in run_virtual(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_replicas_every=2):
         assert isinstance(found, Diverged)
         assert "replicas differ before step 4, those of worker 0, worker 1: no more than half are alike" in str(found)
-    whole = lived(2, regression(), tmp_path / "whole")
+    whole = run_virtual_alike(2, regression(), tmp_path / "whole")
     options = {"compare_replicas_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
-    back = lived(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
+    back = run_virtual_alike(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
     assert (back.weights, back.skipped, back.healed) == (whole.weights, (), 2)
 
 
@@ -277,13 +279,13 @@ def test_going_back_in_vain_has_an_end(tmp_path) -> None:
         flips(1, 4, "layers.0.weight")(rank, done, trainer)
 
     options = {"compare_replicas_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
-    for found in live(2, regression(), tmp_path, always, **options):
+    for found in run_virtual(2, regression(), tmp_path, always, **options):
         assert isinstance(found, Diverged)
         assert "no more than half are alike" in str(found)
 
 
 def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
-    found = live(2, steep(11), tmp_path, sync="LocalSGD(4)", compress="Cast()", clip=1.0)
+    found = run_virtual(2, steep(11), tmp_path, sync="LocalSGD(4)", compress="Cast()", clip=1.0)
     assert any(isinstance(each, Diverged) and "the norm of the mean gradient is nan" in str(each) for each in found)
 
 
@@ -306,7 +308,7 @@ def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(settings, message, tmp_path) -> None:
-    (found, *_) = live(2, regression(), tmp_path, **settings)
+    (found, *_) = run_virtual(2, regression(), tmp_path, **settings)
     assert isinstance(found, InvalidInput)
     assert re.search(message, str(found))
 

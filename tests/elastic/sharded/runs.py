@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import processes
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from tests.support.layout_runs import ROOT
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress
@@ -148,7 +148,7 @@ def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **set
     policy = policy_of(settle(source.load(), settings))
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(tempfile.TemporaryDirectory())
-        served = stack.enter_context(serving(path / "state", policy=policy))
+        served = stack.enter_context(running_coordinator(path / "state", policy=policy))
         contact = CoordinatorAddress(served.url, TOKEN, f"file://{meeting}")
         line = HttpConnection(contact)
         stack.callback(line.close)

@@ -20,7 +20,7 @@ from benchmarks.netlab import Host
 
 from tests.end_to_end.faults.runs import PLANTED
 from tests.support import processes
-from tests.support.coordinator import TOKEN, serving
+from tests.support.coordinator import TOKEN, running_coordinator
 from tests.support.namespace_sockets import socket_of
 from tests.support.training_runs import HERE
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
@@ -129,7 +129,7 @@ def under_way(
 def _coordinator(state: Path, policy: Policy, hosts: Sequence[Host]) -> Iterator[str]:
     """Its URL."""
     if not hosts:
-        with serving(state, policy=policy) as served:
+        with running_coordinator(state, policy=policy) as served:
             yield served.url
         return
     address = hosts[0].address
