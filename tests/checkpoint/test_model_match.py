@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unisono.checkpoint import OpenedCheckpoint, Writer, open_checkpoint
 from unisono.comm import SingleWorker
 from unisono.errors import CheckpointMismatch
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 
 
@@ -38,6 +39,8 @@ def test_nothing_is_read_of_what_does_not_belong_to_the_model(beside, problem, t
     model = nn.Linear(2, 2, bias=False)
     found = written(tmp_path, {"model/weight": torch.zeros(2, 2), **beside})
     monkeypatch.setattr(OpenedCheckpoint, "read", lambda *_: pytest.fail("memory was taken"))
-    persistence = Checkpointer(None, model, torch.optim.SGD(model.parameters(), 0.1), SingleWorker(), 0, {"config": {}})
+    persistence = Checkpointer(
+        CheckpointScope(model, torch.optim.SGD(model.parameters(), 0.1), SingleWorker(), {"config": {}})
+    )
     with pytest.raises(CheckpointMismatch, match=problem):
         persistence.resume(found)

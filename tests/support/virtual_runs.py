@@ -24,6 +24,7 @@ from unisono.run.resolve import settle
 from unisono.tasks.task import Task
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
@@ -89,8 +90,8 @@ def _virtual_worker(
         found = partial(newest, path / "checkpoints", lambda error: None, verified)
         meta = {"config": config.mapping()}
         persistence = Checkpointer(
-            writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
-            judge=AnomalyDetector(config.bad_step), newest=found)  # fmt: skip
+            CheckpointScope(held.local, optimizer, comm.channel("checkpoint"), meta, AnomalyDetector(config.bad_step)),
+            writer, config.checkpoint_every, newest=found)  # fmt: skip
         persistence.broadcast_initial_weights()
         first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
@@ -103,7 +104,7 @@ def _virtual_worker(
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
         outcome = trainer.run()
-        tensors, judge = trainer.replica.state, persistence.judge
+        tensors, judge = trainer.replica.state, persistence.detector
         return VirtualRun(
             fingerprint(weights_of(held.local)), {n: t.clone() for n, t in tensors.items() if n.startswith("/")},
             outcome.loss, outcome.steps, tuple(sorted(judge.skipped)), judge.healed, record.events)  # fmt: skip

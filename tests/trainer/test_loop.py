@@ -23,6 +23,7 @@ from unisono.run.resolve import settle
 from unisono.sync import Synchronizer
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
@@ -59,7 +60,7 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
         feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build_model(task, config, here, comm)
         persistence = Checkpointer(
-            None, held.local, optimizer, comm.channel("checkpoint"), 0, {}, judge=AnomalyDetector(config.bad_step)
+            CheckpointScope(held.local, optimizer, comm.channel("checkpoint"), {}, AnomalyDetector(config.bad_step))
         )
         trainer = build_trainer(
             RunContext(
@@ -122,7 +123,7 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
         while True:
             comm = LostIn(lost + 1)
             persistence = Checkpointer(
-                None, held.local, optimizer, SingleWorker(here), 0, {}, judge=AnomalyDetector(config.bad_step)
+                CheckpointScope(held.local, optimizer, SingleWorker(here), {}, AnomalyDetector(config.bad_step))
             )
             try:
                 trainer = build_trainer(

@@ -197,7 +197,7 @@ def skips(step: int) -> Any:
     """Has a run leave out a step that is not bad."""
 
     def tamper(rank: int, done: int, trainer: Trainer) -> None:
-        trainer.checkpointer.judge.skip([step])
+        trainer.checkpointer.detector.skip([step])
 
     return tamper
 

@@ -20,6 +20,7 @@ from unisono.observe import NullRecorder
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
@@ -42,7 +43,7 @@ def share_seconds(task: Task, config: Config) -> float:
                          global_batch=mine * whole.plan.micro_batch, micro_batch=whole.plan.micro_batch)  # fmt: skip
         feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build_model(task, config, device, comm)
-        persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
+        persistence = Checkpointer(CheckpointScope(held.local, optimizer, comm))
         began = time.monotonic()
         session = StaticSession(stop_requested=lambda: time.monotonic() - began > _ENOUGH_SECONDS)
         trainer = build_trainer(

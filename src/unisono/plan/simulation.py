@@ -32,6 +32,7 @@ from unisono.plan.paced_runner import ClockPacer, PacedRunner
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
@@ -221,7 +222,7 @@ def _train(
     device = torch.device("cpu")
     feed = DataFeed(task, config, comm.rank, comm.size, stack)
     held, optimizer = build_model(task, config, device, comm)
-    persistence = Checkpointer(None, held.local, optimizer, comm.channel("checkpoint"), 0, {})
+    persistence = Checkpointer(CheckpointScope(held.local, optimizer, comm.channel("checkpoint")))
     persistence.broadcast_initial_weights()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
     pace = ClockPacer(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),

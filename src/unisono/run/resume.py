@@ -14,7 +14,8 @@ from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.observe import Recorder
 from unisono.run.directory import CHECKPOINTS
 from unisono.run.resolve import check_same_run
-from unisono.trainer.checkpointing import Checkpointer, history
+from unisono.trainer.checkpoint_restorer import history
+from unisono.trainer.checkpointing import Checkpointer
 
 LOG = logging.getLogger("unisono")
 

@@ -57,6 +57,7 @@ from unisono.system.process import age_seconds
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
+from unisono.trainer.checkpoint_restorer import CheckpointScope
 from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
@@ -216,9 +217,9 @@ class WorkerRun:
             checkpointer.set_progress(state.progress)
         else:
             resumes = (config.resume or view.number > 1) and comm.rank == 0
-            found = resumable_checkpoint(config, location.path, checkpointer.meta, record) if resumes else None
+            found = resumable_checkpoint(config, location.path, checkpointer.scope.meta, record) if resumes else None
             steps = load_checkpoint(checkpointer, found, location.path)
-            state.progress = Progress(steps, checkpointer.committed, checkpointer.shared)
+            state.progress = Progress(steps, checkpointer.committed, checkpointer.restored.shared)
         if session.elastic:
             state.allow_roll_back()
         state.commit()
@@ -246,10 +247,13 @@ class WorkerRun:
         writer = location.writer(make, comm, config, stack)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(state.optimizer).__name__}
         parts = Parts(state.local.parts, state.local.stepped) if groups.is_sharded else None
+        scope = CheckpointScope(
+            state.model, state.optimizer, comm.channel("checkpoint"), meta, self._recovers_by(groups).detector, parts
+        )
         return Checkpointer(
-            writer, state.model, state.optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
-            parts, groups.dp_replicate.channel("start") if groups.is_sharded else None,
-            judge=self._recovers_by(groups).detector, newest=partial(newest_sound, location.path, record))  # fmt: skip
+            scope, writer, config.checkpoint_every,
+            dp_replicate=groups.dp_replicate.channel("start") if groups.is_sharded else None,
+            newest=partial(newest_sound, location.path, record))  # fmt: skip
 
     def _train(self, trainer: Trainer) -> Outcome:
         first = self.state.progress.steps
@@ -269,7 +273,7 @@ class WorkerRun:
         spent = trainer.comm.gather(mine).wait()
         together = trainer.replica.synchronous or trainer.commits_late
         seconds = sum(self.step_seconds) if together else trainer.seconds
-        detector = trainer.checkpointer.judge
+        detector = trainer.checkpointer.detector
         return Result(
             steps=outcome.steps,
             samples=outcome.steps * trainer.global_batch,

@@ -25,7 +25,8 @@ from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.state_transfer import Progress
 from unisono.elastic.training_state import TrainingState
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
-from unisono.trainer.checkpointing import KEPT, Checkpointer, history
+from unisono.trainer.checkpoint_restorer import CheckpointScope, history
+from unisono.trainer.checkpointing import EXTRA, Checkpointer
 from unisono.trainer.replica import Replica
 
 LOG = logging.getLogger("unisono")
@@ -88,7 +89,7 @@ def save(
     }
     kept = broadcast_tensors(comm, _extra(state).take())
     with _writing(comm, path, writers, keep, life) as writer:
-        persistence = Checkpointer(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
+        persistence = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, meta), writer, extra=kept)
         if replica is not None:
             persistence.bind(replica)
         persistence.finish(done)
@@ -106,7 +107,7 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
     found = newest(checkpoints_directory(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
     if comm.rank == 0 and found is None:
         LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
-    persistence = Checkpointer(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
+    persistence = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, {"config": plan.config.mapping()}))
     meta = json.loads(broadcast_text(comm, json.dumps(_told_by(found))))
     _check(meta, state, plan)
     try:
@@ -117,8 +118,8 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
     kept = broadcast_tensors(comm, _kept(found))
     if kept:
         _extra(state).give(kept, "the checkpoint holds", "register the same by world.register_state, before world.load")
-    state.progress = Progress(steps, shared=persistence.shared)
-    return Recalled(meta, persistence.owed)
+    state.progress = Progress(steps, shared=persistence.restored.shared)
+    return Recalled(meta, persistence.restored.residuals)
 
 
 def same_directory(comm: Communicator, path: str, mark: str) -> tuple[Path, tuple[int, ...]]:
@@ -173,7 +174,7 @@ def _told_by(found: OpenedCheckpoint | None) -> Mapping[str, Any]:
 def _kept(found: OpenedCheckpoint | None) -> dict[str, Tensor]:
     if found is None:
         return {}
-    return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}
+    return {name.removeprefix(EXTRA): found.read(name) for name in found.specs if name.startswith(EXTRA)}
 
 
 def _extra(state: TrainingState) -> ExtraState:

@@ -63,7 +63,7 @@ class StepValidator:
     @property
     def judge(self) -> AnomalyDetector:
         """Who remembers what was bad."""
-        return self.persistence.judge
+        return self.persistence.detector
 
     def __call__(self, t: int, step: Step, steep: Callable[[int], list[int]]) -> tuple[bool, int]:
         """Whether step `t` is to be applied, else it has been dropped; and the steps that are done then.
