@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,25 +26,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
 from unisono.config import LIBRARY_GLOBAL_BATCH, checked, takes_local_steps
-from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.data import Load, Loader, MicroBatchPlan
 from unisono.elastic.extra_state import ExtraState, Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
-from unisono.elastic.view_loop import attempts
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import claim_identity
 from unisono.launch.script import take_elastic_context
 from unisono.layout import LocalModel
 from unisono.observe import ThreadTracker, Watchdog
-from unisono.observe.activity import Phase
 from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_whole
 from unisono.tasks.task import build_dataset
-from unisono.tensors.batch import Batch, samples_in
+from unisono.tensors.batch import Batch
 from unisono.trainer.compatibility import check_fit, check_trainable
 from unisono.trainer.custom_loop import CustomLoop
 from unisono.trainer.device import choose_device, fair_threads
+from unisono.trainer.loop_steps import Batches, all_steps
 from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
@@ -53,26 +52,28 @@ LOG = logging.getLogger("unisono")
 def join(
     *, device: str = "auto", communicator: str = "auto", threads: int = 0, timeout_seconds: float = 300.0
 ) -> World:
-    """Meet the other workers; alone, where no launcher started this process.
+    """Collective: connect to the other workers. A process that no launcher started is the only worker.
 
     Reads the environment of ``unisono launch``, torchrun, Slurm and Open MPI. Processes that this one starts later are
-    none of its workers, though they inherit that environment. `threads` is the number of compute
-    threads of this worker; 0 shares the cores among the workers of this host.
+    not workers, though they inherit that environment.
+
+    Args:
+        threads: compute threads of this worker; 0 shares the cores among the workers of this host.
 
     Raises:
-        InvalidInput: the environment is contradictory, an argument is not one that `Config` takes, or what is asked for
-            is not there.
-        UnisonoError: multiprocessing started this process (a DataLoader worker by spawn or forkserver, say), and the
-            script that it imports has no ``if __name__ == "__main__":`` around this call.
-        PeerLost: the others did not come within `timeout_seconds`.
+        InvalidInput: the environment is contradictory, an argument is not one that `Config` takes, or the device or
+            communicator does not exist here.
+        UnisonoError: multiprocessing started this process (for example a DataLoader worker by spawn or forkserver), and
+            the script that it imports has no ``if __name__ == "__main__":`` around this call.
+        PeerLost: other workers did not connect within `timeout_seconds`.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
     who = claim_identity()
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
-    watch, given = ThreadTracker(), take_elastic_context()
+    watch, elastic = ThreadTracker(), take_elastic_context()
     kind, seconds = asked["communicator"], asked["timeout_seconds"]
-    meet = partial(
+    connect_all = partial(
         connect,
         who.rank,
         who.size,
@@ -82,13 +83,13 @@ def join(
         device=where,
         timeout_seconds=seconds,
     )
-    if given is not None:
-        return World(ElasticLoopGroup(given, where, watch, kind, seconds, meet), where, watch)
-    return World(LoopGroup(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
+    if elastic is not None:
+        return World(ElasticLoopGroup(elastic, where, watch, kind, seconds, connect_all), where, watch)
+    return World(LoopGroup(who, connect_all(), watch, Watchdog(watch, STUCK_IN)), where, watch)
 
 
 class World:
-    """All workers of a run, as one of them sees it.
+    """All workers of a run, as a custom training loop on one of them uses them.
 
     Attributes:
         device: where this worker computes.
@@ -101,17 +102,17 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0; where workers come and go, another one at times."""
+        """This worker's number, from 0. It may change when workers join or leave."""
         return self._group.rank
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self._group.size
 
     @property
     def comm(self) -> Communicator:
-        """What connects them."""
+        """The communicator of all workers."""
         return self._group.comm
 
     def bind(
@@ -125,18 +126,18 @@ class World:
         backward_passes: int = 1,
         overlap: bool = True,
     ) -> tuple[nn.Module, Optimizer]:
-        """Make `optimizer.step` take the step of all workers together; returns both, the same objects.
+        """Collective: make `optimizer.step` take the mean step of all workers. Returns both arguments.
 
-        The step returns True, or False if it was not taken, since a worker was lost: `steps` then gives its data once
-        more. Worker 0's weights and optimizer state are copied to all. Between ``backward()`` and ``step()`` the
-        gradients are on their way, and ``parameter.grad`` is None: clipping is therefore an argument here.
+        All workers get the weights and the optimizer state of worker 0. A step returns True; or False if it was not
+        taken since a worker was lost, and `steps` then gives its data again. Between ``backward()`` and ``step()``
+        gradients are in flight, and ``parameter.grad`` is None: clipping is therefore an argument here.
 
         Args:
             sync, compress: as in `Config`; text is read in the notation, as on the command line.
             clip: largest 2-norm of the mean gradient over all workers.
-            backward_passes: how often ``backward()`` runs before each ``step()``; gradients of a worker's passes add
-                up, those of workers are averaged. Without effect inside `steps`, which knows.
-            overlap: exchange gradients while backward still runs.
+            backward_passes: calls of ``backward()`` before each ``step()``; gradients of a worker's passes add up,
+                those of workers are averaged. No effect inside `steps`.
+            overlap: exchange gradients during backward.
 
         Raises:
             InvalidInput: an argument is not one that `Config` takes, or model and optimizer do not fit each other.
@@ -179,15 +180,16 @@ class World:
         self._loop.state.extra.add(name, stateful)
 
     def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> Path | None:
-        """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, registered state, and
-        the number of steps taken, from which `load` goes on.
-
-        Returns when it lies on disk, with its directory; None, if it could not be written (a warning is logged) or a
-        worker was lost meanwhile. Where replicas take steps of their own, they meet first.
+        """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, registered state and
+        number of steps, which `load` reads. Replicas with local steps synchronize first.
 
         Args:
-            directory: of the checkpoints; that of a run that `unisono train` made, will do.
-            keep: how many stay, the newest.
+            directory: of the checkpoints; may be that of a run of `unisono train`.
+            keep: the number of newest checkpoints that are not deleted.
+
+        Returns:
+            The directory of the checkpoint, once it is on disk. None if it could not be written, for which a warning is
+            logged, or if a worker was lost.
 
         Raises:
             CheckpointError: `directory` cannot be used.
@@ -195,25 +197,25 @@ class World:
         if self._loop is None:
             raise UnisonoError("world.save needs the model: call world.bind(model, optimizer) first")
         check_whole("keep", keep, 1)
-        return self._loop.unless_lost(partial(self._loop.save, Path(directory), keep))
+        return self._loop.views.unless_lost(partial(self._loop.save, Path(directory), keep))
 
     def load(self, directory: str | os.PathLike[str]) -> int:
-        """Collective, between `bind` (and `register_state`) and the first step: go on from the newest sound checkpoint
-        in `directory`, on any number of workers. Returns the steps that it holds; 0, and nothing has changed, where
-        there is none yet.
+        """Collective, after `bind` and `register_state` and before the first step: load the newest undamaged checkpoint
+        in `directory`, on any number of workers. `steps` then begins with the step after it.
 
-        `steps` then begins with the step after those. Hyperparameters of the optimizer's groups are part of the state.
-        In a worker that comes later, nothing is read, and 0 returned: it
-        has the state of the others once its loop begins.
+        Hyperparameters of the optimizer's groups are part of the state. A worker that joins later reads nothing and
+        returns 0: it receives the state of the others when its loop begins.
+
+        Returns:
+            The steps that the checkpoint holds; 0, and nothing has changed, if there is none.
 
         Raises:
-            InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are
-                kept here.
-            CheckpointDamaged: there are checkpoints, and not one is sound.
+            InvalidInput: the checkpoint is of another model, optimizer or compressor, or other state was registered.
+            CheckpointDamaged: all checkpoints are damaged.
         """
         if self._loop is None or self._loop.begun:
             raise UnisonoError("call world.load between world.bind and the first step")
-        return self._loop.load(Path(directory))
+        return self._loop.checkpoints.load(Path(directory))
 
     def steps(
         self,
@@ -227,82 +229,50 @@ class World:
         collate: Callable[[list[Any]], Batch] | None = None,
         load: Load | str | None = None,
     ) -> Iterator[Batches]:
-        """The training data: for each step, this worker's micro-batches.
+        """Collective: the training data; for each step, this worker's micro-batches.
 
             for batches in world.steps(dataset, global_batch=64):
                 for x, y in batches:
                     loss_of(model(x), y).backward()      # the mean over the micro-batch
                 optimizer.step()
 
-        The samples of a step, their order, their micro-batches and random streams depend on `seed` and the step
-        alone; the step taken is that of the mean over the global batch, whoever computed what. ``batches.step`` is its
-        number, from 0: the same again if it was not taken, and that of the others in a worker that comes later. Under
-        `LocalSGD` and its like a worker that is lost takes the steps along that it took since all last met: they are
-        given once more.
+        Samples, their order, micro-batches and random streams depend on `seed` and the step alone. The step is that of
+        the mean over the global batch, whichever worker computes what. ``batches.step`` is its number, from 0. It
+        repeats if the step was not taken; with local steps, the whole round repeats after the loss of a worker.
 
         Args:
-            global_batch, micro_batch, seed, load: as in `Config`; text is read in the notation. 64 samples a step where
-                `global_batch` is None.
+            global_batch, micro_batch, seed, load: as in `Config`; text is read in the notation. `global_batch` is 64
+                by default.
             steps: optimizer steps in all; excludes `epochs`.
-            epochs: passes over `dataset`, a fraction allowed, rounded down to whole steps; 1 where neither is given.
-                Worker 0 logs a warning if samples are left out.
+            epochs: passes over `dataset`, also a fraction, rounded down to whole steps; 1 by default. Worker 0 logs a
+                warning if samples are left out.
             collate: makes a batch of a list of samples. Default: torch's.
 
         Raises:
-            InvalidInput: an argument is not one that `Config` takes; batch sizes that do not fit each other, the
-                dataset or the number of workers.
+            InvalidInput: an argument is not one that `Config` takes, or batch sizes do not fit.
             TaskMismatch: other workers have another script, model, optimizer or dataset, or other arguments here.
-            Left: this worker was asked to leave, and the others go on.
+            Left: this worker was asked to leave, and the others continue.
         """
         if self._loop is None:
             raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
         asked = checked(
             global_batch=global_batch, micro_batch=micro_batch, steps=steps, epochs=epochs, seed=seed, load=load
         )
-        if collate is not None and not callable(collate):
-            raise InvalidInput("collate", type(collate).__name__, "cannot be called", "pass a function of a list of "
-                               "samples that returns a batch")  # fmt: skip
+        _check_collate(collate)
         dataset = build_dataset(dataset)
-        size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
-        plan = MicroBatchPlan(len(dataset), size, asked["micro_batch"], asked["seed"])
-        passes = asked["epochs"] or 1.0
-        if not asked["steps"] and self.rank == 0 and (words := plan.left_out(passes)):
-            LOG.warning(words)
-        count = asked["steps"] or plan.steps_in(passes)
-        self._loop.check_plan(plan)
+        plan, count = self._plan(len(dataset), asked)
+        self._loop.checkpoints.set_plan(plan)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed)
         self._group.admit(partial(_traits, dataset, plan, count, self._loop.state))
-        return self._steps(self._loop, plan, make, count)
+        return all_steps(self._loop, self._watch, plan, make, count)
 
-    def _steps(
-        self, loop: CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
-    ) -> Iterator[Batches]:
-        """All of the steps, in one view after the other."""
-        session = loop.begin(plan.micro_batches, float(plan.global_batch))
-        for attempt in attempts(session, loop.state, self._watch, loop.release_view):
-            with attempt:
-                loop.join_view(session, attempt)
-                yield from self._view_steps(loop, plan, make, count)
-                loop.end_view(attempt)
-        loop.end(session)
-
-    def _view_steps(
-        self, loop: CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
-    ) -> Iterator[Batches]:
-        """The steps that the members of the current view take together."""
-        first = loop.state.progress.steps
-        mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
-        loader = make(mine=lambda _: mine, steps=range(first, count))
-        try:
-            items = loop.work_items(loader, mine, first, count)
-            for t, item, batches in self._watch.each(Phase.COMMUNICATION, items):
-                loop.begin_step()
-                yield Batches(t, self._micro_batches(t, item, batches, plan.seed, loop), loop.skip)
-                if loop.view_ended:
-                    return
-                loop.check_ended()
-        finally:
-            loader.close()
+    def _plan(self, samples: int, asked: Mapping[str, Any]) -> tuple[MicroBatchPlan, int]:
+        """The plan of micro-batches, and the number of steps."""
+        size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
+        plan, epochs = MicroBatchPlan(samples, size, asked["micro_batch"], asked["seed"]), asked["epochs"] or 1.0
+        if not asked["steps"] and self.rank == 0 and (words := plan.left_out(epochs)):
+            LOG.warning(words)
+        return plan, asked["steps"] or plan.steps_in(epochs)
 
     def synchronize(self) -> None:
         """Collective, between two steps: makes weights and optimizer state equal on all workers.
@@ -311,7 +281,7 @@ class World:
         until the next step is asked for.
         """
         if self._loop is not None:
-            self._loop.unless_lost(self._loop.synchronize)
+            self._loop.views.unless_lost(self._loop.synchronize)
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
@@ -323,7 +293,7 @@ class World:
         def gather() -> Tensor:
             return self._group.metrics.gather(mine).wait()
 
-        sums = self._loop.unless_lost(gather) if self._loop is not None else gather()
+        sums = self._loop.views.unless_lost(gather) if self._loop is not None else gather()
         if sums is None:
             return math.nan
         total = math.fsum(sums[:, 1].tolist())
@@ -336,7 +306,7 @@ class World:
     def _close(self, failure: type[BaseException] | None) -> None:
         if self._loop is not None:
             self._loop.release()
-        lost = self._loop is not None and self._loop.lost
+        lost = self._loop is not None and self._loop.views.lost
         self._group.close(finished=failure is None and not lost)
 
     def __enter__(self) -> World:
@@ -346,14 +316,6 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kind)
-
-    def _micro_batches(
-        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, loop: CustomLoop
-    ) -> Iterator[Batch]:
-        for m, batch in self._watch.each(Phase.DATA, batches):
-            loop.begin_micro_batch(m, float(samples_in(batch)), last=m == mine[-1])
-            seed_compute(stream(seed, t, m, "compute"))
-            yield batch
 
 
 def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: TrainingState) -> Traits:
@@ -370,31 +332,10 @@ def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: TrainingState
     }
 
 
-class Batches:
-    """This worker's micro-batches of one step.
-
-    Attributes:
-        step: its number, from 0.
-    """
-
-    def __init__(self, step: int, batches: Iterator[Batch], skip: Callable[[], None]) -> None:
-        self.step, self._batches, self._skip = step, batches, skip
-
-    def skip(self) -> None:
-        """Collective, in place of ``optimizer.step()``: leave this step out. It counts as done, and model and optimizer
-        stay as they are; what was computed for it is dropped. Either before any of its data was asked for, or after
-        all.
-
-        Raises:
-            UnisonoError: some of the data was taken; or all was, and replicas take steps of their own.
-        """
-        self._skip()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._batches
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
+def _check_collate(collate: Any) -> None:
+    if collate is not None and not callable(collate):
+        raise InvalidInput("collate", type(collate).__name__, "cannot be called", "pass a function of a list of "
+                           "samples that returns a batch")  # fmt: skip
 
 
 def _check_kinds(model: Any, optimizer: Any) -> None:

@@ -23,16 +23,9 @@ EXCEPTIONS = {
     "membership/coordinator.py Coordinator: lines of a class": "one state machine",
     "membership/coordinator.py Coordinator: methods": "one state machine",
     "run/start.py start: lines of a function": NOT_SPLIT_YET,
-    "trainer/checkpointing.py Checkpointer: lines of a class": NOT_SPLIT_YET,
-    "trainer/checkpointing.py Checkpointer: methods": NOT_SPLIT_YET,
-    "trainer/checkpointing.py Checkpointer.__init__: parameters": NOT_SPLIT_YET,
-    "trainer/custom_loop.py CustomLoop: lines of a class": NOT_SPLIT_YET,
-    "trainer/custom_loop.py CustomLoop: methods": NOT_SPLIT_YET,
+    "trainer/custom_loop.py CustomLoop: lines of a class": "calls of a user's loop, in any order, share the state of one step",
+    "trainer/custom_loop.py CustomLoop: methods": "calls of a user's loop, in any order, share the state of one step",
     "trainer/loop.py Trainer.run: lines of a function": "a step from top to bottom, on one page",
-    "trainer/replica.py Replica: lines of a class": NOT_SPLIT_YET,
-    "trainer/replica.py Replica: methods": NOT_SPLIT_YET,
-    "world.py World: lines of a class": NOT_SPLIT_YET,
-    "world.py World.steps: lines of a function": NOT_SPLIT_YET,
 }
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -55,12 +55,12 @@ class StageBuffers:
         }
         self._stages = {stage: buffers for stage, buffers in found.items() if buffers.active}
 
-    def before(self, stage: int) -> None:
+    def before(self, stage: int = 0) -> None:
         """See `BufferSync.before`."""
         if stage in self._stages:
             self._stages[stage].before()
 
-    def after(self, micro_batch: int, stage: int) -> None:
+    def after(self, micro_batch: int, stage: int = 0) -> None:
         """See `BufferSync.after`."""
         if stage in self._stages:
             self._stages[stage].after(micro_batch)

@@ -20,8 +20,10 @@ from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text, gather_text
 from unisono.compress import Exact
 from unisono.config import IDENTITY, Config, first_difference
+from unisono.data import MicroBatchPlan
 from unisono.elastic.agreement import broadcast_tensors
 from unisono.elastic.extra_state import ExtraState
+from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.state_transfer import Progress
 from unisono.elastic.training_state import TrainingState
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
@@ -52,11 +54,11 @@ class Recalled:
 
     Args:
         meta: of its manifest.
-        owed: what this worker's compressed messages had left out.
+        residuals: this worker's error-feedback residuals.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
-    owed: Mapping[str, Tensor] = field(default_factory=dict)
+    residuals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check(self, plan: Plan) -> None:
         """Raise `InvalidInput` if the steps of `plan` are not those that the checkpoint was taken in."""
@@ -68,6 +70,47 @@ class Recalled:
             raise _other(name, now.get(name), before.get(name))
         if plan.samples != self.meta["samples"]:
             raise _other("data", plan.samples, self.meta["samples"])
+
+
+class LoopCheckpoints:
+    """Checkpoints of one custom loop.
+
+    Args:
+        options: the arguments of `World.bind` that shape a step.
+    """
+
+    def __init__(self, group: LoopGroup, state: TrainingState, options: Mapping[str, Any]) -> None:
+        self._group, self._state, self._options = group, state, options
+        self._plan: MicroBatchPlan | None = None
+        self._recalled = Recalled()
+
+    def set_plan(self, plan: MicroBatchPlan) -> None:
+        """The loop takes its steps by `plan`. Raises `InvalidInput` if what was loaded was saved under another one."""
+        self._plan = plan
+        self._recalled.check(self._described())
+
+    def load(self, directory: Path) -> int:
+        """See `World.load`."""
+        if not self._group.late:
+            self._recalled = load(self._group.metrics, directory, self._state, self._described())
+        return self._state.progress.steps
+
+    def save(self, directory: Path, keep: int, replica: Replica | None) -> Path | None:
+        """See `World.save`."""
+        return save(self._group.metrics, directory, keep, self._state, self._described(), replica)
+
+    def take_residuals(self) -> Mapping[str, Tensor]:
+        """The residuals that were loaded, once; empty if other workers wrote them."""
+        recalled, self._recalled = self._recalled, Recalled()
+        same = bool(recalled.residuals) and recalled.meta["config"]["workers"] == self._group.size
+        return recalled.residuals if same else {}
+
+    def _described(self) -> Plan:
+        plan = self._plan
+        given = {"workers": self._group.size, "threads": torch.get_num_threads(), **self._options}
+        if plan is not None:
+            given |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
+        return Plan(Config(**given), plan.samples if plan is not None else None)
 
 
 def save(

@@ -83,11 +83,11 @@ class MicroBatchRunner:
         """For each micro-batch of step `t`, whether its gradient is not finite, found by computing those of `batches`
         once more: zeros and ones, of shape ``[micro_batches]``. Before the step is dropped."""
         functions = self.functions
-        found = torch.zeros(self.replica.micro_batches)
+        found = torch.zeros(self.replica.options.micro_batches)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for m, batch in batches:
             seed_compute(stream(functions.seed, t, m, "compute"))
-            self.replica.before()
+            self.replica.buffers.before()
             given = functions.to_device(batch)
             loss = functions.loss(functions.forward(self.model, given), given)
             gradients = [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]

@@ -57,10 +57,10 @@ class PipelineRunner(MicroBatchRunner):
         def around(i: int, stage: int) -> Iterator[None]:
             m = given[i][0]
             seed_compute(stream(functions.seed, t, m, "compute"))
-            replica.before(stage)
+            replica.buffers.before(stage)
             with parts[i]():
                 yield
-            replica.after(m, stage)
+            replica.buffers.after(m, stage)
 
         pipeline.copy_tied()
         pipeline.set_contexts(around, lambda i: parts[i]())

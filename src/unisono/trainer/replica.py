@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.bad_steps import NOT_REPRESENTABLE
-from unisono.comm import Communicator, Work
+from unisono.comm import Communicator
 from unisono.comm.process_groups import ProcessGroups
 from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
@@ -28,6 +27,7 @@ from unisono.trainer.buffer_sync import StageBuffers
 from unisono.trainer.compatibility import check_fit
 from unisono.trainer.gradient_hooks import GradientHooks
 from unisono.trainer.lazy_parameters import LazyParameters
+from unisono.trainer.step_control import StepControl
 
 LOG = logging.getLogger("unisono")
 
@@ -72,6 +72,7 @@ class Replica:
     Attributes:
         local: this worker's part of the model.
         sync: its bound synchronizer.
+        buffers: what forward passes write into, stage by stage.
         has_residuals: whether compressed messages may leave out what ``sync.residual_state()`` then has; the same on
             all workers.
         finite: whether the compressor refuses what is not finite, so that it never enters a mean.
@@ -93,7 +94,7 @@ class Replica:
         on_gradient: Callable[[str], None] | None = None,
     ) -> None:
         self.local, self.model, self.optimizer = local, local.local, optimizer
-        self._groups, self._options = groups, options
+        self._groups, self.options = groups, options
         check_fit(self.model, optimizer)
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         compress = compress.for_sums_of(options.micro_batches)
@@ -106,9 +107,10 @@ class Replica:
         lossless = all(each.is_additive and not each.keeps_residual for each in chosen)
         self.has_residuals = groups.dp_replicate.size > 1 and not lossless
         self.finite = all(each.finite for each in chosen) and not own_mean
+        self._control = StepControl(groups, self.sync, options.micro_batches)
         self.waited_seconds = 0.0
         in_user_loop = on_gradient is not None
-        self._buffers = StageBuffers(
+        self.buffers = StageBuffers(
             local, options.micro_batches, groups, self.synchronous,
             may_undo=options.may_drop or options.may_repeat, adopts=in_user_loop)  # fmt: skip
         self._hooks = GradientHooks(local, optimizer, self._offer, on_gradient)
@@ -127,7 +129,7 @@ class Replica:
         self, sync: Synchronizer, compress: Compressor, parameters: Mapping[str, nn.Parameter]
     ) -> BoundSynchronizer:
         """Collective."""
-        options, comm = self._options, self._groups.dp_replicate
+        options, comm = self.options, self._groups.dp_replicate
         lossless = all(compress.is_lossless(p.dtype) for p in parameters.values())
         if comm.size == 1 and not options.group_may_grow and lossless:
             return LocalGradients(parameters)  # with no other replica and nothing to round
@@ -135,21 +137,6 @@ class Replica:
             self.optimizer, options.micro_batches, 2 * options.micro_batches + options.control_width, options.overlap,
             self.local.sparse, options.group_may_grow, options.reference_weight)  # fmt: skip
         return sync.bind(parameters, comm.channel("gradients"), compress, loop)
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches of one step, over all workers."""
-        return self._options.micro_batches
-
-    @property
-    def reference_weight(self) -> float:
-        """See `ReplicaOptions`."""
-        return self._options.reference_weight
-
-    @property
-    def clip(self) -> float | None:
-        """See `ReplicaOptions`."""
-        return self._options.clip
 
     @property
     def is_sharded(self) -> bool:
@@ -174,24 +161,23 @@ class Replica:
             state, _ = state_of(self.optimizer, self.model)
             kept = {} if self.sync.optimizer_on_server else state
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
-            self._buffers.begin()  # the next step starts from these buffers
+            self.buffers.begin()  # the next step starts from these buffers
 
     def begin(self) -> None:
         """Begin a step. What was computed for a step that was not applied is dropped."""
-        self._control = self._sent = [0.0] * (2 * self.micro_batches)
-        self._summed: Work[Tensor] | None = None  # control words of this replica's workers, in flight
+        self._control.begin()
         self._failed: CommunicationError | None = None
         self._hooks.begin()
         self.sync.begin()
-        self._buffers.begin()
+        self.buffers.begin()
 
     def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, whose weight in the mean is `weight`."""
         self._hand_over(self.sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
-        self._control[self.micro_batches + micro_batch] = weight
+        self._control.set_weight(micro_batch, weight)
         if self.local.pipeline is None:
-            self.before()
+            self.buffers.before()
         if self._lazy:
             self._lazy.enter()
 
@@ -206,45 +192,15 @@ class Replica:
             CommunicationError: where backward is run by `backward`; else `settle` raises it.
         """
         self.local.unsharding.backward(last)
-        self._control[self._micro_batch] = loss
+        self._control.set_loss(self._micro_batch, loss)
         if self.local.pipeline is None:
-            self.after(self._micro_batch)
+            self.buffers.after(self._micro_batch)
         if last:
             try:
-                self._send_control(extra or [])
+                self.buffers.send()
+                self._control.send(extra or [])
             except CommunicationError as error:
                 self._fail(error)
-
-    def _send_control(self, extra: list[float]) -> None:
-        self._buffers.send()
-        self._sent = control = self._control + extra
-        if not self._groups.is_sharded:
-            self._close(control)
-            return
-        n, none = self.micro_batches, [0.0] * self.micro_batches
-        control[:n] = control[:n] if self._groups.reports_loss else none
-        control[n : 2 * n] = control[n : 2 * n] if self._groups.reports_weight else none
-        self._summed = self._groups.model.sum(torch.tensor(control, dtype=torch.float64))
-        if not isinstance(self.sync, LocalGradients):
-            self._close_sharded()  # it travels on with the gradients
-
-    def _close(self, control: list[float]) -> None:
-        n = self.micro_batches
-        self.sync.close(control, math.fsum(control[n : 2 * n]))
-
-    def _close_sharded(self) -> None:
-        """Close the step, once all workers of this replica have sent their part of the control word."""
-        assert self._summed is not None
-        self._close(self._summed.wait().tolist())
-        self._summed = None
-
-    def before(self, stage: int = 0) -> None:
-        """Before each forward pass of a pipeline's `stage`; without a pipeline, `begin_micro_batch` calls it."""
-        self._buffers.before(stage)
-
-    def after(self, micro_batch: int, stage: int = 0) -> None:
-        """After the forward pass of `stage`; without a pipeline, `end_forward` calls it."""
-        self._buffers.after(micro_batch, stage)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
@@ -254,7 +210,7 @@ class Replica:
 
     def loss_scale(self, weight: float) -> float:
         """The factor of the loss of a micro-batch with that weight, so that gradients add up to the mean."""
-        return weight / self.reference_weight
+        return weight / self.options.reference_weight
 
     def _fail(self, error: CommunicationError) -> None:
         """Raise `error` at once, or in `settle` if it occurs in a user's backward pass."""
@@ -274,8 +230,7 @@ class Replica:
             self._hand_over(self.sync.fold)
         if self._failed is not None:
             raise self._failed
-        if self._summed is not None:
-            self._close_sharded()
+        self._control.finish()
         return Step(self, self.sync.settle())
 
     def norm(self, change: PendingUpdate) -> float:
@@ -298,17 +253,12 @@ class Replica:
 
     def copy_state_from(self, source: int) -> None:
         """Collective, between two steps: copy the `state` of replica `source` to all others."""
-        received = []
-        for _, tensor in sorted(self.state.items()):
-            here = tensor.contiguous().clone().view(-1).view(torch.uint8)
-            received.append((tensor, self._comm.broadcast(here, source).wait()))
-        for tensor, there in received:  # only now, so that a worker lost meanwhile leaves no state half copied
-            tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
+        copy_from(self._comm, source, self.state)
         self.begin()
 
     def apply(self, change: PendingUpdate, step: Callable[[], Any] | None, scale: float) -> Any:
         """Fold the buffers and take the optimizer's step, of ``scale * change``; see `Step.apply`."""
-        self._buffers.fold()
+        self.buffers.fold()
         result = change.apply(partial(self.local.step, step or self.optimizer.step), scale)
         if self._lazy:
             self._lazy.applied()
@@ -318,12 +268,12 @@ class Replica:
 
     def drop(self) -> None:
         """Drop a settled step. Parameters and buffers have the values from before it."""
-        self._buffers.drop()
+        self.buffers.drop()
         self.begin()
 
     def discard_step(self) -> None:
         """Drop what was computed for a step that will not be applied; the model has the state after the last step."""
-        self._buffers.undo()
+        self.buffers.undo()
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -338,13 +288,13 @@ class Replica:
         if self._lazy:
             self._lazy.close()
         self._hooks.close()
-        self._buffers.close()
+        self.buffers.close()
 
     def _offer(self, name: str, gradient: Tensor) -> None:
         """Give a complete gradient of the current micro-batch to the synchronizer."""
         if self._lazy:
             self._lazy.came(name)
-        if self._failed is not None or not math.isfinite(self._control[self._micro_batch]):
+        if self._failed is not None or not self._control.is_finite(self._micro_batch):
             return  # such a step is not applied
         weight = 1.0 if self._weighted else self.loss_scale(self._weight)
         self._hand_over(self.sync.offer, name, gradient.detach() if gradient.requires_grad else gradient, weight)
@@ -354,11 +304,10 @@ class Replica:
         try:
             give(*arguments)
         except ValueError as error:
-            if not self._options.may_drop:
+            if not self.options.may_drop:
                 raise
             LOG.warning("micro-batch %d, %s", self._micro_batch, error)
-            # Control words are sent when all gradients are through.
-            self._control[self._micro_batch] = self._sent[self._micro_batch] = NOT_REPRESENTABLE
+            self._control.mark_not_representable(self._micro_batch)
         except CommunicationError as error:
             self._fail(error)
 
@@ -376,7 +325,7 @@ class Step:
         self._read_control()
 
     def _read_control(self) -> None:
-        n = self._replica.micro_batches
+        n = self._replica.options.micro_batches
         self.losses, self.weights = self._change.control[:n], self._change.control[n : 2 * n]
 
     @property
@@ -388,7 +337,7 @@ class Step:
     @property
     def extra(self) -> list[float] | None:
         """The caller's numbers in all workers' control words; None where they were not exchanged in this step."""
-        return self._change.control[2 * self._replica.micro_batches :] if self._change.agreed else None
+        return self._change.control[2 * self._replica.options.micro_batches :] if self._change.agreed else None
 
     def norm(self) -> float:
         """Collective, before `apply`: the 2-norm of the mean gradient over all of the replica's parameters."""
@@ -414,14 +363,24 @@ class Step:
     def _weight_scale(self) -> float:
         """The factor for a step whose weights do not add up to the usual sum."""
         total = math.fsum(self.weights)
-        return self._replica.reference_weight / total if total else 1.0
+        return self._replica.options.reference_weight / total if total else 1.0
 
     def _scale(self) -> float:
         scale = self._weight_scale()
-        if self._replica.clip is not None:
+        if self._replica.options.clip is not None:
             # The small number is torch.nn.utils.clip_grad_norm_'s.
-            scale *= min(1.0, self._replica.clip / (self.norm() + 1e-6))
+            scale *= min(1.0, self._replica.options.clip / (self.norm() + 1e-6))
         return scale
+
+
+def copy_from(comm: Communicator, source: int, tensors: Mapping[str, Tensor]) -> None:
+    """Collective: overwrite `tensors` by those of worker `source`, all or none. Raises `PeerLost`."""
+    received = []
+    for _, tensor in sorted(tensors.items()):
+        here = tensor.contiguous().clone().view(-1).view(torch.uint8)
+        received.append((tensor, comm.broadcast(here, source).wait()))
+    for tensor, there in received:  # only now, so that a worker lost meanwhile leaves no state half copied
+        tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
 
 
 def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> None:
