@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "layout/pipeline/runtime.py Pipeline: lines of a class": "one step and its schedules share one state",
     "membership/coordinator.py Coordinator: lines of a class": "one state machine",
     "membership/coordinator.py Coordinator: methods": "one state machine",
-    "run/start.py start: lines of a function": NOT_SPLIT_YET,
     "trainer/checkpointing.py Checkpointer: lines of a class": NOT_SPLIT_YET,
     "trainer/checkpointing.py Checkpointer: methods": NOT_SPLIT_YET,
     "trainer/checkpointing.py Checkpointer.__init__: parameters": NOT_SPLIT_YET,
