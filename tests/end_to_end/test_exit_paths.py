@@ -402,7 +402,7 @@ def test_a_loss_that_is_not_a_number_is_one_sentence(home: Path) -> None:
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     where = (
-        r"in step \d+, micro-batch \d, computed by worker \d from samples .*, of which 11 holds what is not finite: "
+        r"in step \d+, micro-batch \d, computed by worker \d from samples .*, of which 11 contains non-finite numbers: "
     )
     assert re.match(f"the loss is nan {where}", last), done.stderr
 

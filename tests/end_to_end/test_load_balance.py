@@ -61,7 +61,7 @@ def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> 
 def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
     """Enough for as many stocks."""
     for done in range(2, stocks * (HISTORY_STEPS + 2) + 2):
-        each.hear(each.shares.settled_from + done, seconds)
+        each.update(each.shares.settled_from + done, seconds)
 
 
 # What is measured.
@@ -116,7 +116,7 @@ def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
     each, record = balance(3, RebalanceMode.NO, rank=rank, remove_slower_than=limit)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     assert each.asked_to_leave == leaves
-    assert each.leave_asked == (rank in leaves)
+    assert each.leave_requested == (rank in leaves)
     (named,) = record.of("slow worker")
     assert named["removed"] == bool(leaves)
     assert not leaves or f"remove_slower_than = {limit:g}" in named["words"]
@@ -170,7 +170,7 @@ def test_in_exact_mode_shares_follow_speeds_and_change_no_bit(sync) -> None:
 def test_waiting_for_weights_is_no_slowness_of_the_worker(monkeypatch) -> None:
     """Where each forward pass waits for the weights that it begins with."""
     heard: list[Sequence[float]] = []
-    monkeypatch.setattr(LoadBalancer, "hear", lambda self, done, paces: heard.append(paces))
+    monkeypatch.setattr(LoadBalancer, "update", lambda self, done, paces: heard.append(paces))
     on = Cluster((Link(3e4, 0.0),), Compute.of("--compute", "100ms,150ms"))
     told = forecast(
         regression(), resolve_config(regression(), {"workers": 2, "sync": "ParameterServer()", **EXACT, "steps": 6}), on

@@ -27,7 +27,7 @@ def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]
     config = resolve_config(task, settings)
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, config.workers, stack)
-        check_task(task, config, feed.places, feed.sample())
+        check_task(task, config, feed.mesh, feed.sample())
 
 
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:

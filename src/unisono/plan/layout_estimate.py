@@ -141,7 +141,7 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
     device = choose_device(config.device, 0)
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, config.workers, stack)
-        places, sample = feed.places, feed.sample()
+        places, sample = feed.mesh, feed.sample()
         whole = check_task(task, config, places, sample)
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))

@@ -181,7 +181,7 @@ class WorkerRun:
                 stack.enter_context(resumable(location.path))
             stack.enter_context(self._noting_steps())
             copies = bool(self.spec.contact) and self.config.memory_checkpoints
-            groups = _process_groups(rendezvous, comm, feed.places, comm.rank, stack, copies)
+            groups = _process_groups(rendezvous, comm, feed.mesh, comm.rank, stack, copies)
             stack.callback(groups.close)
             if groups.torch:
                 stack.enter_context(groups.torch.translate_errors())
@@ -211,7 +211,7 @@ class WorkerRun:
         record = _recorder(self.worker, comm, location.path, config.record_seconds)
         stack.callback(record.close)
         checkpointer = self._checkpointer(feed, groups, location, record, stack)
-        recovery, here = self._recovers_by(groups), feed.places.of(comm.rank)
+        recovery, here = self._recovers_by(groups), feed.mesh.of(comm.rank)
         if recovery.restore(view, groups, state):
             checkpointer.set_progress(state.progress)
         else:
@@ -233,7 +233,7 @@ class WorkerRun:
                 self.tracker))  # fmt: skip
 
     def _build_model(self, feed: DataFeed, groups: ProcessGroups) -> tuple[LocalModel, Optimizer]:
-        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.is_sharded else (None, None)
+        mesh, sample = (_mesh(feed.mesh, self.device), feed.sample()) if groups.is_sharded else (None, None)
         return build_model(self.task, self.config, self.device, groups.batch, mesh, sample, groups.model)
 
     def _checkpointer(
