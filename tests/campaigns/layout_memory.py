@@ -18,7 +18,7 @@ from unisono.elastic.model_state import state_of
 from unisono.layout import LocalModel, RankMesh
 from unisono.layout.accounting import CollectiveCounter, SavedTensors
 from unisono.plan.layout_estimate import estimate_layout, traffic
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.source import NamedTask
 from unisono.trainer.loop import Trainer
 from unisono.trainer.micro_batches import MicroBatchRunner
@@ -70,7 +70,7 @@ def foretold(task: NamedTask, workers: int, layout: str, settings: Mapping[str, 
 
 def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = task.load()
-    return estimate_layout(found, settle(found, settings)).mapping()
+    return estimate_layout(found, resolve_config(found, settings)).mapping()
 
 
 def seen(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "calling"),
+    ("line", "coordinator"),
     [
         ("", None),
         ("--listen 10.0.0.1 --certificate none", CoordinatorOptions(Endpoint("10.0.0.1"), TOKEN)),
@@ -48,10 +48,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
          CoordinatorOptions(Endpoint("a", 0, Path(__file__), Path(__file__)), TOKEN)),
     ],
 )  # fmt: skip
-def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling) -> None:
+def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, coordinator) -> None:
     said = unisono("train", "digits", *line.split())
     assert said.code == 0, said.err
-    assert played.calling == calling
+    assert played.coordinator == coordinator
     assert played.settings == {}
 
 

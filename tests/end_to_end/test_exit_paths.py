@@ -402,7 +402,7 @@ def test_a_loss_that_is_not_a_number_is_one_sentence(home: Path) -> None:
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     where = (
-        r"in step \d+, micro-batch \d, computed by worker \d from samples .*, of which 11 holds what is not finite: "
+        r"in step \d+, micro-batch \d, computed by worker \d from samples .*, of which 11 contains non-finite numbers: "
     )
     assert re.match(f"the loss is nan {where}", last), done.stderr
 
@@ -534,7 +534,7 @@ WRONG = {
     "text --model.context 18 --workers 2 --layout Layout(context=2)": "length 18 here; write Layout(), or pad or cut "
     "sequences: the nearest length that works is 16",
     "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Auto, ByName, ",
-    "own.py:task --run-dir whole": "whole: the directory exists; add --resume to go on with it",
+    "own.py:task --run-dir whole": "whole: the directory exists; add --resume to continue the run",
     "own.py:task --run-dir nowhere --resume": "there is no such run to resume; leave out --resume to start it",
     "own.py:task --run-dir whole --resume --width 16": "tensor 'model/0.bias' is float32 [16] here and float32 [32] in",
     "own.py:task --run-dir whole --resume --seed 5": "seed = 5: the run to resume was started with 0",

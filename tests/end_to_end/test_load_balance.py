@@ -20,7 +20,7 @@ from unisono.data import MicroBatchAllocation, assign
 from unisono.data.work_shares import HISTORY_STEPS, fastest_counts, last_done
 from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.source import NamedTask
 from unisono.trainer.load_balance import LoadBalancer, RebalanceMode, WorkerClock
 
@@ -61,7 +61,7 @@ def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> 
 def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
     """Enough for as many stocks."""
     for done in range(2, stocks * (HISTORY_STEPS + 2) + 2):
-        each.hear(each.shares.settled_from + done, seconds)
+        each.update(each.shares.settled_from + done, seconds)
 
 
 # What is measured.
@@ -116,7 +116,7 @@ def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
     each, record = balance(3, RebalanceMode.NO, rank=rank, remove_slower_than=limit)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     assert each.asked_to_leave == leaves
-    assert each.leave_asked == (rank in leaves)
+    assert each.leave_requested == (rank in leaves)
     (named,) = record.of("slow worker")
     assert named["removed"] == bool(leaves)
     assert not leaves or f"remove_slower_than = {limit:g}" in named["words"]
@@ -149,7 +149,7 @@ def test_else_it_is_not_said(follow, paces) -> None:
 def run_of(compute: str, **settings: Any) -> Forecast:
     task = regression(dropout=0.2, noise=0.1)
     on = Cluster((Link(1e12, 0.0),), Compute.of("--compute", compute))
-    return forecast(task, settle(task, settings), on)
+    return forecast(task, resolve_config(task, settings), on)
 
 
 @pytest.mark.short(1)
@@ -170,10 +170,10 @@ def test_in_exact_mode_shares_follow_speeds_and_change_no_bit(sync) -> None:
 def test_waiting_for_weights_is_no_slowness_of_the_worker(monkeypatch) -> None:
     """Where each forward pass waits for the weights that it begins with."""
     heard: list[Sequence[float]] = []
-    monkeypatch.setattr(LoadBalancer, "hear", lambda self, done, paces: heard.append(paces))
+    monkeypatch.setattr(LoadBalancer, "update", lambda self, done, paces: heard.append(paces))
     on = Cluster((Link(3e4, 0.0),), Compute.of("--compute", "100ms,150ms"))
     told = forecast(
-        regression(), settle(regression(), {"workers": 2, "sync": "ParameterServer()", **EXACT, "steps": 6}), on
+        regression(), resolve_config(regression(), {"workers": 2, "sync": "ParameterServer()", **EXACT, "steps": 6}), on
     )
     assert told.step_seconds_median > 0.3
     assert all(pace == 0 for pace in heard[0])
@@ -209,7 +209,7 @@ def test_where_shares_cannot_follow_asking_for_it_is_refused(settings, words) ->
 
 def test_under_a_layout_it_is_refused_too() -> None:
     with pytest.raises(InvalidInput, match=r"balance = on: with Layout\(shard=2\) workers compute a micro-batch"):
-        settle(regression(), {"workers": 2, "layout": "Layout(shard=2)", "balance": "on"})
+        resolve_config(regression(), {"workers": 2, "layout": "Layout(shard=2)", "balance": "on"})
 
 
 # Whole runs in processes, one of which has a slow disk.

@@ -26,7 +26,7 @@ from unisono.elastic.transfer import LocalTensors, differing, mean_of, state_dig
 from unisono.launch import WorkerContext, WorkerIdentity
 from unisono.membership import Policy, View
 from unisono.observe import ThreadTracker
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import PickledTask, Result, RunSpec
 from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
@@ -107,7 +107,7 @@ def story(
     settings = {"workers": 3, "steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "load": "Inline()", "seed": 1,
                 "threads": 1, "sync": sync, **more}  # fmt: skip
     whole, found = with_data(task), Story([], ())
-    config = settle(whole, settings)
+    config = resolve_config(whole, settings)
     path.mkdir(exist_ok=True)
     order = RunSpec(PickledTask("test", b""), settings, path, time.time())
     run = VirtualRun(
@@ -304,5 +304,5 @@ def test_differing_is_what_one_has_otherwise() -> None:
     [*((sync, True) for sync in PERIODIC + OTHERS + DEALT), ("ParameterServer()", False)],
 )
 def test_who_may_come_and_go(sync: str, may: bool) -> None:
-    config = settle(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})
+    config = resolve_config(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})
     assert config.recovers_from_loss is may

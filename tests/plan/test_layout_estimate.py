@@ -18,7 +18,7 @@ from tests.support.training_runs import Noisy, source
 from unisono import Task
 from unisono.plan import layout_table as laid_table
 from unisono.plan.layout_estimate import estimate_layout
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.source import NamedTask
 
 
@@ -56,7 +56,7 @@ def foretold(task: NamedTask, **settings: Any) -> dict[str, Any]:
 def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = task.load()
-    laid = estimate_layout(found, settle(found, settings)).mapping()
+    laid = estimate_layout(found, resolve_config(found, settings)).mapping()
     return {**laid, "grown": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
 
 

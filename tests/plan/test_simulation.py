@@ -20,7 +20,7 @@ from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.plan.compute_benchmark import share_seconds
 from unisono.plan.paced_runner import ClockPacer
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 
 FAST = Link(1e12, 0.0)
 
@@ -30,7 +30,7 @@ def cluster(compute: str = "50ms", *links: Link) -> Cluster:
 
 
 def forecast_of(task: Task, on: Cluster, **settings: Any) -> Forecast:
-    return forecast(task, settle(task, settings), on)
+    return forecast(task, resolve_config(task, settings), on)
 
 
 # What is learned.
@@ -184,8 +184,8 @@ def test_a_share_may_be_that_of_another_batch() -> None:
 
 def test_what_is_measured_here_is_a_time() -> None:
     task = regression()
-    assert 1e-5 < share_seconds(task, settle(task, {"workers": 3})) < 10
-    assert share_seconds(task, settle(task, {"workers": 1})) > 0
+    assert 1e-5 < share_seconds(task, resolve_config(task, {"workers": 3})) < 10
+    assert share_seconds(task, resolve_config(task, {"workers": 1})) > 0
 
 
 # What goes wrong.
@@ -210,6 +210,6 @@ def test_an_error_of_the_users_own_names_the_worker_and_the_line() -> None:
 def test_progress_is_told_by_one_worker() -> None:
     said: list[Any] = []
     task = regression()
-    forecast(task, settle(task, {"workers": 2}), cluster(), said.append)
+    forecast(task, resolve_config(task, {"workers": 2}), cluster(), said.append)
     assert [message["step"] for message in said] == list(range(1, 9))
     assert said[-1]["samples_per_second"] == pytest.approx(24 / 0.05, rel=1e-3)

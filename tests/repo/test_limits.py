@@ -23,8 +23,8 @@ EXCEPTIONS = {
     "membership/coordinator.py Coordinator: lines of a class": "one state machine",
     "membership/coordinator.py Coordinator: methods": "one state machine",
     "run/start.py start: lines of a function": NOT_SPLIT_YET,
-    "trainer/custom_loop.py CustomLoop: lines of a class": "calls of a user's loop, in any order, share the state of one step",
-    "trainer/custom_loop.py CustomLoop: methods": "calls of a user's loop, in any order, share the state of one step",
+    "trainer/custom_loop.py CustomLoop: lines of a class": "calls in any order share a step's state",
+    "trainer/custom_loop.py CustomLoop: methods": "calls in any order share a step's state",
     "trainer/loop.py Trainer.run: lines of a function": "a step from top to bottom, on one page",
 }
 

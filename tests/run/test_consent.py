@@ -23,7 +23,7 @@ from subprocess import getoutput
 from unisono.tasks.builtin.digits import digits as theirs
 def task(): return theirs()
 """
-NOT_BELOW = "is not built in, and does not lie below"
+NOT_BELOW = "is not built in, and is not below"
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,14 @@ from unisono import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, hold_lock
 from unisono.run import directory
-from unisono.run.directory import claimed, with_earlier
+from unisono.run.directory import claim_run_directory, with_previous_settings
 from unisono.run.spec import PickledTask
 
 SOURCE = PickledTask("some/where.py:my task", b"")
 
 
 def make(path: Path, **config) -> Path:
-    with claimed(Config(run_dir=str(path), **config), SOURCE, Holder.current()) as found:
+    with claim_run_directory(Config(run_dir=str(path), **config), SOURCE, Holder.current()) as found:
         return found
 
 
@@ -45,7 +45,7 @@ def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [(Config(resume=True), "which run is not said; add --run-dir DIR"),
+    [(Config(resume=True), "no run is named; add --run-dir DIR"),
      (Config(resume=True, run_dir="nowhere"), "there is no such run to resume"),
      (Config(run_dir="/dev/null/run"),
       r"run_dir = /dev/null/run: cannot be written \(Not a directory\); name another")],
@@ -53,7 +53,7 @@ def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -
 )  # fmt: skip
 def test_what_cannot_be_is_named(config, words, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE, Holder.current()):
+    with pytest.raises(InvalidInput, match=words), claim_run_directory(config, SOURCE, Holder.current()):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -62,7 +62,7 @@ def test_without_a_name_it_gets_one_that_no_other_run_has(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     found = []
     for _ in range(3):
-        with claimed(Config(), SOURCE, Holder.current()) as path:
+        with claim_run_directory(Config(), SOURCE, Holder.current()) as path:
             found.append(path)
     assert len(set(found)) == 3
     assert all(path.parent == tmp_path / "runs" and path.name.startswith("where.py-my-task-") for path in found)
@@ -72,7 +72,7 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
     for resume in (False, True):
         with (
             pytest.raises(InvalidInput, match="x = 1"),
-            claimed(Config(run_dir=str(tmp_path / "r"), resume=resume), SOURCE, Holder.current()),
+            claim_run_directory(Config(run_dir=str(tmp_path / "r"), resume=resume), SOURCE, Holder.current()),
         ):
             raise InvalidInput("x", 1, "wrong", "right")
         assert (tmp_path / "r").exists() == resume
@@ -80,7 +80,9 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
 
 
 def test_another_command_that_has_the_directory_keeps_it_as_it_is(tmp_path) -> None:
-    with claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, replace(Holder.current(), process=os.getppid())) as path:
+    with claim_run_directory(
+        Config(run_dir=str(tmp_path / "r")), SOURCE, replace(Holder.current(), process=os.getppid())
+    ) as path:
         before = sorted(path.rglob("*"))
         for resume, problem in ((True, "in use by process"), (False, "the directory exists")):
             with pytest.raises(InvalidInput, match=problem):
@@ -94,7 +96,9 @@ def test_of_two_commands_that_begin_in_one_directory_one_has_it(tmp_path, monkey
 
     def late(path: Path, holder: Holder):
         monkeypatch.undo()
-        other.enter_context(claimed(Config(run_dir=str(path)), SOURCE, replace(holder, process=os.getppid())))
+        other.enter_context(
+            claim_run_directory(Config(run_dir=str(path)), SOURCE, replace(holder, process=os.getppid()))
+        )
         return hold_lock(path, holder)
 
     monkeypatch.setattr(directory, "hold_lock", late)
@@ -126,7 +130,10 @@ def test_what_killed_processes_left_is_gone_when_the_run_goes_on(tmp_path) -> No
 
 
 def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
-    with pytest.raises(RuntimeError), claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, Holder.current()):
+    with (
+        pytest.raises(RuntimeError),
+        claim_run_directory(Config(run_dir=str(tmp_path / "r")), SOURCE, Holder.current()),
+    ):
         raise RuntimeError
     make(tmp_path / "r", resume=True)
 
@@ -140,12 +147,12 @@ def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
 def test_a_resumed_run_remembers_what_it_was_given(given, expected, tmp_path) -> None:
     make(tmp_path / "r", steps=9, lr=0.1)
     asked = {"run_dir": str(tmp_path / "r"), "resume": True}
-    found = with_earlier({**asked, **given})
+    found = with_previous_settings({**asked, **given})
     assert {name: found.get(name) for name in ("steps", "epochs", "lr") if name in found} == expected
-    assert with_earlier({**asked, **given, "resume": False}) == {**asked, **given, "resume": False}
+    assert with_previous_settings({**asked, **given, "resume": False}) == {**asked, **given, "resume": False}
 
 
 def test_a_damaged_configuration_is_named(tmp_path) -> None:
     (make(tmp_path / "r") / "config.toml").write_text("steps = [")
     with pytest.raises(InvalidInput, match=r"resume = .*config\.toml: cannot be read"):
-        with_earlier({"run_dir": str(tmp_path / "r"), "resume": True})
+        with_previous_settings({"run_dir": str(tmp_path / "r"), "resume": True})

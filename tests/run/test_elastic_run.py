@@ -28,7 +28,7 @@ from unisono.membership.endpoint import CoordinatorOptions, Endpoint
 from unisono.membership.http_client import HttpConnection, NoBody, fetch
 from unisono.membership.messages import HeartbeatReply, RunSpecMessage, StatusMessage
 from unisono.run.consent import Consent
-from unisono.run.elastic_run import Script, called, gathered, policy_of
+from unisono.run.elastic_run import Script, elastic_run, fetch_work, policy_of
 from unisono.run.spec import PickledTask, RunSpec
 from unisono.tasks.source import NamedTask
 
@@ -68,21 +68,21 @@ def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     given, (said, told) = order(tmp_path), notices()
-    with gathered(Config(workers=2), given, server(here), told) as elastic:
+    with elastic_run(Config(workers=2), given, server(here), told) as elastic:
         contact = read_contact(tmp_path)
         assert contact == elastic.contact
         assert contact.rendezvous_url == f"file://{here}"
-        found = called(contact, server(there), OURS)
+        found = fetch_work(contact, server(there), OURS)
         assert found == RunSpec(given.source, SETTINGS, tmp_path, 5.0, found.contact)
         assert found.contact == CoordinatorAddress(contact.url, contact.token, f"file://{there}")
         shutil.rmtree(here)  # as on another host
-        found = called(contact, server(there), OURS)
+        found = fetch_work(contact, server(there), OURS)
         assert found.contact == CoordinatorAddress(contact.url, contact.token, "")
     assert said == []
 
 
 def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coordinator(tmp_path) -> None:
-    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print):
+    with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), print):
         directory = tmp_path / "coordinator"
         assert mode(directory) == 0o700
         assert {path.name: mode(path) for path in directory.iterdir() if path.suffix in (".json", ".sqlite")} == {
@@ -107,7 +107,7 @@ def _order(contact: CoordinatorAddress) -> RunSpecMessage:
 
 def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
     for _ in range(2):
-        with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
+        with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
             assert _view(elastic.contact) == 0
             HttpConnection(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1}, HeartbeatReply)
             HttpConnection(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1}, HeartbeatReply)
@@ -117,20 +117,20 @@ def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
 
 def test_a_task_that_was_carried_cannot_be_joined(tmp_path) -> None:
     source = PickledTask("mine", b"never to be opened here")
-    with gathered(Config(workers=2), order(tmp_path, source), server(tmp_path), print) as elastic:
+    with elastic_run(Config(workers=2), order(tmp_path, source), server(tmp_path), print) as elastic:
         assert "never" not in _order(elastic.contact).model_dump_json()
         with pytest.raises(InvalidInput, match="a task that a Python program made"):
-            called(elastic.contact, server(tmp_path), OURS)
+            fetch_work(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_task_that_is_not_here_is_refused_before_anything_starts(tmp_path) -> None:
     file = tmp_path / "task.py"
     file.touch()
-    with gathered(Config(workers=2), order(tmp_path, NamedTask(f"{file}:made")), server(tmp_path), print) as elastic:
-        called(elastic.contact, server(tmp_path), OURS)
+    with elastic_run(Config(workers=2), order(tmp_path, NamedTask(f"{file}:made")), server(tmp_path), print) as elastic:
+        fetch_work(elastic.contact, server(tmp_path), OURS)
         file.unlink()
         with pytest.raises(InvalidInput, match="there is no file"):
-            called(elastic.contact, server(tmp_path), OURS)
+            fetch_work(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
@@ -141,12 +141,12 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
     with coordinator_for(
         Policy(expected_workers=2), {**told, "script": words}, tmp_path, server(tmp_path), print
     ) as elastic:
-        assert called(elastic.contact, server(tmp_path), OURS) == Script(
+        assert fetch_work(elastic.contact, server(tmp_path), OURS) == Script(
             script, words[1:], str(tmp_path), elastic.contact
         )
         script.unlink()
         with pytest.raises(InvalidInput, match="the run is that of a script, which this host does not have"):
-            called(elastic.contact, server(tmp_path), OURS)
+            fetch_work(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
@@ -154,23 +154,23 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
     with CoordinatorProcess(Endpoint(), policy, tmp_path / "state", TOKEN, log, print) as coordination:
         contact = CoordinatorAddress(coordination.url, TOKEN)
         with pytest.raises(InvalidInput, match="no run has been started there yet"):
-            called(contact, server(tmp_path), OURS)
-        calling = CoordinatorOptions(existing=contact)
+            fetch_work(contact, server(tmp_path), OURS)
+        options = CoordinatorOptions(existing=contact)
         for _ in range(2):  # the same may be said again
-            with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+            with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), print, options) as elastic:
                 assert elastic.coordinator is None
                 assert read_contact(tmp_path) == elastic.contact
-        assert called(contact, server(tmp_path), OURS).settings == SETTINGS
+        assert fetch_work(contact, server(tmp_path), OURS).settings == SETTINGS
         other = order(tmp_path, NamedTask("text"))
         with (
             pytest.raises(InvalidInput, match="it serves another run"),
-            gathered(Config(workers=2), other, server(tmp_path), print, calling),
+            elastic_run(Config(workers=2), other, server(tmp_path), print, options),
         ):
             pass
         with pytest.raises(InvalidInput, match="the coordinator has another one"):
-            called(CoordinatorAddress(coordination.url, "another"), server(tmp_path), OURS)
+            fetch_work(CoordinatorAddress(coordination.url, "another"), server(tmp_path), OURS)
     with pytest.raises(InvalidInput, match="no coordinator of this version responds there"):
-        called(contact, server(tmp_path), OURS)
+        fetch_work(contact, server(tmp_path), OURS)
 
 
 def test_what_no_order_is_is_refused(tmp_path) -> None:
@@ -212,8 +212,8 @@ def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> N
              "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / f"{name}.key", "-out",
              tmp_path / f"{name}.pem"], check=True, capture_output=True)  # fmt: skip
     ours, theirs = tmp_path / "ours.pem", tmp_path / "theirs.pem"
-    calling = CoordinatorOptions(Endpoint(certificate=ours, key=tmp_path / "ours.key"), TOKEN, str(ours))
-    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+    options = CoordinatorOptions(Endpoint(certificate=ours, key=tmp_path / "ours.key"), TOKEN, str(ours))
+    with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), print, options) as elastic:
         assert elastic.contact.url.startswith("https://127.0.0.1:")
         assert _order(elastic.contact).task == "digits"
         for authority in (str(theirs), ""):
@@ -226,8 +226,8 @@ def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> N
 
 def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody_else_is(tmp_path) -> None:
     said, told = notices()
-    calling = CoordinatorOptions(Endpoint("0.0.0.0", create_certificate=True), TOKEN)
-    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+    options = CoordinatorOptions(Endpoint("0.0.0.0", create_certificate=True), TOKEN)
+    with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), told, options) as elastic:
         url, authority = elastic.contact.url, elastic.contact.authority
         here = replace(elastic.contact, url=f"https://127.0.0.1:{url.rpartition(':')[2]}")
         assert _order(here).task == "digits"
@@ -264,8 +264,8 @@ def test_whoever_answers_with_another_certificate_is_told_nothing(tmp_path) -> N
 
 def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
     said, told = notices()
-    calling = CoordinatorOptions(Endpoint("0.0.0.0"), TOKEN)
-    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+    options = CoordinatorOptions(Endpoint("0.0.0.0"), TOKEN)
+    with elastic_run(Config(workers=2), order(tmp_path), server(tmp_path), told, options) as elastic:
         assert elastic.contact.rendezvous_url == ""
         assert elastic.contact.token == TOKEN
         assert said == [

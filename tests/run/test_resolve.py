@@ -6,7 +6,7 @@ from torch import nn
 from unisono import Config, Exact, Task
 from unisono.config import IDENTITY, LIBRARY_GLOBAL_BATCH
 from unisono.errors import InvalidInput
-from unisono.run.resolve import check_same_run, settle
+from unisono.run.resolve import check_same_run, resolve_config
 
 
 def task(**defaults) -> Task:
@@ -29,19 +29,19 @@ def task(**defaults) -> Task:
     ],
 )
 def test_who_has_the_last_word(defaults, given, expected) -> None:
-    config = settle(task(**defaults), given)
+    config = resolve_config(task(**defaults), given)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"sync_batchnorm = True: .*Exact"):
-        settle(task(), {"sync_batchnorm": True, "compress": "Exact()"})
+        resolve_config(task(), {"sync_batchnorm": True, "compress": "Exact()"})
     with pytest.raises(InvalidInput, match=r"stepz = 3: there is no such field; did you mean steps"):
-        settle(task(stepz=3), {})
+        resolve_config(task(stepz=3), {})
     with pytest.raises(InvalidInput, match="activation_checkpointing = selective: in a compiled block"):
-        settle(task(), {"activation_checkpointing": "selective", "compile": True})
+        resolve_config(task(), {"activation_checkpointing": "selective", "compile": True})
     with pytest.raises(InvalidInput, match=r"precision = bf16_parameters: .* write bf16, or a layout"):
-        settle(task(), {"precision": "bf16_parameters"})
+        resolve_config(task(), {"precision": "bf16_parameters"})
 
 
 OTHER = {"seed": 5, "global_batch": 48, "micro_batch": 2, "compress": "Exact(32)", "sync": "AllReduce(4096)",
@@ -80,10 +80,10 @@ def test_in_exact_mode_the_number_of_threads_belongs_to_the_run() -> None:
 )
 def test_as_many_workers_as_may_come_can_train(given, words) -> None:
     with pytest.raises(InvalidInput) as refused:
-        settle(task(), given)
+        resolve_config(task(), given)
     assert words in str(refused.value)
 
 
 def test_fewer_workers_may_be_started_than_are_waited_for() -> None:
-    config = settle(task(), {"workers": 1, "min_workers": 2, "max_workers": 4})
+    config = resolve_config(task(), {"workers": 1, "min_workers": 2, "max_workers": 4})
     assert (config.workers, config.min_workers, config.max_workers) == (1, 2, 4)

@@ -37,15 +37,15 @@ class FakeRun:
     source: NamedTask | None = None
     settings: Mapping[str, Any] | None = None
     json: Path | None = None
-    calling: CoordinatorOptions | None = None
+    coordinator: CoordinatorOptions | None = None
     debug: int | None = None
 
     def start(
         self, source: NamedTask, settings: Mapping[str, Any], *, json: Path | None, on_message: Any,
-        calling: CoordinatorOptions | None = None, debug: int | None = None,
+        coordinator: CoordinatorOptions | None = None, debug: int | None = None,
     ) -> Result | None:  # fmt: skip
         self.debug = debug
-        self.source, self.settings, self.json, self.calling = source, settings, json, calling
+        self.source, self.settings, self.json, self.coordinator = source, settings, json, coordinator
         return self.act(on_message)
 
 

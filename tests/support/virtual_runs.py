@@ -20,7 +20,7 @@ from unisono.config import Config
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.training_state import TrainingState
 from unisono.observe import NullRecorder
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.task import Task
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
@@ -60,7 +60,7 @@ def run_virtual(
     workers: int, task: Task, path: Path, tamper: Tamper | None = None, *, resume: bool = False, **settings: Any
 ) -> list[VirtualRun | BaseException]:
     """The result of each of `workers` virtual workers, by rank."""
-    config = settle(task, {"compress": "Exact()", "load": "Inline()", **settings})
+    config = resolve_config(task, {"compress": "Exact()", "load": "Inline()", **settings})
     return outcomes(workers, _virtual_worker, task, config, path, tamper, resume)
 
 

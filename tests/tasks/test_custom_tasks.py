@@ -26,7 +26,7 @@ from unisono import Cosine, Evaluation, Task
 from unisono.comm import SingleWorker
 from unisono.errors import InvalidInput, RunFailed
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import PickledTask, RunSpec
 from unisono.run.worker import run_worker
 from unisono.tensors.batch import to_device
@@ -268,7 +268,7 @@ def test_a_schedule_that_returns_no_factor_is_named_with_the_step(factor, said, 
     """Its first factor before any worker is started, the others by the workers."""
     task = replace(regression(norm=False), schedule=lambda step, steps: factor)
     with pytest.raises(InvalidInput, match=rf"schedule\(0, 4\) = {said}: not a factor"):
-        settle(task, {"steps": 4})
+        resolve_config(task, {"steps": 4})
     task = replace(task, schedule=lambda step, steps: factor if step else 1.0)
     order = RunSpec(PickledTask.of(task), {"steps": 4}, tmp_path, time.time())
     with pytest.raises(RunFailed, match=rf"worker 0 after 1 step: schedule\(1, 4\) = {said}: not a factor"):

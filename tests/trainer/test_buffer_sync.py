@@ -352,7 +352,7 @@ def test_a_change_that_is_not_alike_on_all_workers_is_refused() -> None:
     def run(comm) -> None:
         changing(comm, lambda model: model.norm.running_mean.fill_(comm.rank), True)
 
-    with pytest.raises(UnisonoError, match="buffers were changed between two steps, but not alike on all workers"):
+    with pytest.raises(UnisonoError, match="buffers were changed between two steps, but not equally on all workers"):
         simulate(2, run)
 
 

@@ -19,7 +19,7 @@ from unisono.elastic.training_state import TrainingState
 from unisono.errors import PeerLost
 from unisono.layout import WholeTensors
 from unisono.observe import NullRecorder
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.sync import Synchronizer
 from unisono.trainer.build import build_trainer
 from unisono.trainer.build_model import build_model
@@ -54,7 +54,7 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
         return (output - batch[0]).square().mean()
 
     task = Task(model=lambda: nn.Linear(2, 2), data=TensorDataset(x), loss=loss)
-    config = settle(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()"})
+    config = resolve_config(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()"})
     here, comm = torch.device("cpu"), SingleWorker(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, 1, stack)
@@ -113,7 +113,7 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
         loss=lambda output, batch: output.square().mean(),
         evaluate=Evaluation(TensorDataset(x), {}),
     )
-    config = settle(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()", "sync": sync})
+    config = resolve_config(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()", "sync": sync})
     here, lost = torch.device("cpu"), 0
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, 1, stack)

@@ -51,7 +51,7 @@ def test_a_planted_sample_drops_the_same_steps_for_any_number_of_workers(options
     for (t, m), event in zip(places(11), events, strict=True):
         assert (event["step"], event["micro_batches"], event["workers"]) == (t, [m], [str(m // 2)])
         assert event["samples"] == PLAN.indices(t, m).tolist()
-        assert "of which 11 holds what is not finite" in event["words"]
+        assert "of which 11 contains non-finite numbers" in event["words"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_stopping_names_step_micro_batch_worker_and_sample(tmp_path) -> None:
     for found in run_virtual(3, regression(hidden_nan_at=11), tmp_path):
         assert isinstance(found, Diverged)
         assert f"the loss is nan in step {t}, micro-batch {m}, computed by worker {m // 2} from samples" in str(found)
-        assert "of which 11 holds what is not finite" in str(found)
+        assert "of which 11 contains non-finite numbers" in str(found)
 
 
 def test_more_bad_steps_than_allowed_end_the_run(tmp_path) -> None:
@@ -171,9 +171,9 @@ def test_going_back_comes_to_what_dropping_comes_to_where_only_a_sample_is_bad(t
         (t, _), (u, _) = places(11)
         words = [event["words"] for event in told(back)]
         assert words[0].endswith(
-            "there is no checkpoint to go back to" if t < 2 else f"checkpoint of step {t // 2 * 2}"
+            "there is no checkpoint to roll back to" if t < 2 else f"checkpoint of step {t // 2 * 2}"
         )
-        assert words[1].endswith(f"going back to the checkpoint of step {u // 2 * 2}")
+        assert words[1].endswith(f"rolling back to the checkpoint of step {u // 2 * 2}")
 
 
 def test_going_back_undoes_what_a_damaged_memory_has_done(tmp_path) -> None:
@@ -267,7 +267,7 @@ def test_what_went_into_gradients_stays_there_but_replicas_are_alike_again(tmp_p
 def test_two_that_differ_have_no_majority(tmp_path) -> None:
     for found in run_virtual(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_replicas_every=2):
         assert isinstance(found, Diverged)
-        assert "replicas differ before step 4, those of worker 0, worker 1: no more than half are alike" in str(found)
+        assert "replicas differ before step 4, those of worker 0, worker 1: no more than half are equal" in str(found)
     whole = run_virtual_alike(2, regression(), tmp_path / "whole")
     options = {"compare_replicas_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
     back = run_virtual_alike(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
@@ -281,7 +281,7 @@ def test_going_back_in_vain_has_an_end(tmp_path) -> None:
     options = {"compare_replicas_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
     for found in run_virtual(2, regression(), tmp_path, always, **options):
         assert isinstance(found, Diverged)
-        assert "no more than half are alike" in str(found)
+        assert "no more than half are equal" in str(found)
 
 
 def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
@@ -325,9 +325,9 @@ def hurt(rank: int, size: int, task: NamedTask, path: Path, meeting: str, settin
     """A worker of a run in which worker 1 loses a bit after 4 steps."""
     plain, flip = StepValidator.between, flips(1, 4, "layers.0.weight")
 
-    def between(guard: StepValidator, done: int) -> None:
-        flip(rank, done, guard)
-        plain(guard, done)
+    def between(validator: StepValidator, done: int) -> None:
+        flip(rank, done, validator)
+        plain(validator, done)
 
     StepValidator.between = between  # type: ignore[method-assign]
     return _worker(rank, size, task, {"threads": 1, **settings}, path, meeting)

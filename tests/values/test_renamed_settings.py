@@ -17,7 +17,7 @@ from unisono.cli.train_options import parse_arguments
 from unisono.config import FIELDS, Config, current
 from unisono.errors import InvalidInput
 from unisono.notation import RENAMED_SETTINGS, current_names, parse, show
-from unisono.run.directory import with_earlier
+from unisono.run.directory import with_previous_settings
 from unisono.sync import Gossip
 from unisono.trainer.checkpointing import history
 
@@ -56,7 +56,7 @@ def test_a_file_of_settings_has_either_names(old_run: Path) -> None:
 
 
 def test_a_run_to_resume_has_either_names(old_run: Path) -> None:
-    settings = dict(with_earlier({"run_dir": str(old_run), "resume": True, "max_workers": 2}))
+    settings = dict(with_previous_settings({"run_dir": str(old_run), "resume": True, "max_workers": 2}))
     assert is_old_run(Config.of(settings))
 
 
@@ -70,7 +70,7 @@ def test_a_setting_under_both_names_is_refused(old: str, old_run: Path) -> None:
     with pytest.raises(InvalidInput, match=f"{new} is given too"):
         build_request(parse_arguments(["line.py:line", "--config", str(file)]))
     with pytest.raises(InvalidInput, match=f"{new} is given too"):
-        with_earlier({"run_dir": str(old_run), "resume": True})
+        with_previous_settings({"run_dir": str(old_run), "resume": True})
 
 
 def test_values_have_either_names() -> None:

@@ -12,7 +12,7 @@ from unisono.chaos.outcome import Row, RunOutcome, compare
 from unisono.compress import Exact
 from unisono.config import RECOVERY_REQUIREMENTS, Config
 from unisono.errors import InvalidInput
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.task import Task
 
 NO_FAULTS = FaultSchedule(0, ())
@@ -78,7 +78,7 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
         if given.get(name):
             raise InvalidInput(name, given[name], "chaos chooses the directory of each run", "omit it")
     settings = {**_DEFAULTS, **given, "record_seconds": 0.0}
-    config = settle(task, settings)
+    config = resolve_config(task, settings)
     if config.workers < 2 or not config.recovers_from_loss:
         raise InvalidInput(
             "task", task.name, "workers of such a run cannot join or leave",
@@ -88,7 +88,7 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
 
 def dependence(task: Task, settings: Mapping[str, Any]) -> str:
     """Why the bits of such a run depend on its workers; empty if they do not."""
-    config = settle(task, settings)
+    config = resolve_config(task, settings)
     if config.takes_local_steps:
         return "with local steps the result depends on the workers that take part: losses and weights differ"
     if not isinstance(config.compress, Exact):

@@ -27,7 +27,7 @@ from unisono.errors import UnisonoError
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.observe import ThreadTracker
 from unisono.run.elastic_run import policy_of
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import PickledTask, Result, RunSpec
 from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
@@ -57,7 +57,7 @@ class VirtualGround:
     def of(task: Task, settings: Mapping[str, Any]) -> VirtualGround:
         """A ground with the settings of any run; those for processes of this machine are replaced."""
         settings = {**settings, **_FIXED_SETTINGS}
-        return VirtualGround(with_data(task), settings, settle(task, settings))
+        return VirtualGround(with_data(task), settings, resolve_config(task, settings))
 
     def run(
         self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]

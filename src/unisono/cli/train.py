@@ -61,7 +61,7 @@ def start_run(request: TrainRequest, on_message: Callable[[int, Mapping[str, Any
         request.settings,
         json=request.json,
         on_message=on_message,
-        calling=request.coordinator,
+        coordinator=request.coordinator,
         debug=request.debug,
     )
     return None if result is None else dataclasses.asdict(result)

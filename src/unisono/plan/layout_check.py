@@ -11,7 +11,7 @@ from unisono.config import FIELDS, Config
 from unisono.launch import WorkerContext
 from unisono.layout import BlockOptions, RankMesh, Sample
 from unisono.layout.feasibility import check as check_model
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import TaskSource
 from unisono.tasks.task import Task
 from unisono.trainer.build_model import create_model
@@ -24,10 +24,10 @@ def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]
     """Raise `InvalidInput` if the task of `source` cannot be trained under the layout of `settings`. Runs in a process
     of its own."""
     task = source.load(FIELDS)
-    config = settle(task, settings)
+    config = resolve_config(task, settings)
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, config.workers, stack)
-        check_task(task, config, feed.places, feed.sample())
+        check_task(task, config, feed.mesh, feed.sample())
 
 
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:

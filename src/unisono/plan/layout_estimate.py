@@ -34,7 +34,7 @@ from unisono.plan.device_memory import DeviceMemory, memory_of
 from unisono.plan.dry_step import MetaTensors, StepEstimate, WorkerLoad, dry_step, stage_messages, with_messages
 from unisono.plan.layout_check import check_task
 from unisono.plan.stepped import SteppedTensors, optimizer_bytes
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import TaskSource
 from unisono.sync import AllReduce
 from unisono.tasks.task import Task
@@ -129,7 +129,7 @@ class LayoutEstimate:
 def estimate_mapping(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`estimate_layout` in a process of its own; the fields of a `LayoutEstimate`."""
     task = source.load(FIELDS)
-    return estimate_layout(task, settle(task, settings)).mapping()
+    return estimate_layout(task, resolve_config(task, settings)).mapping()
 
 
 def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
@@ -141,7 +141,7 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
     device = choose_device(config.device, 0)
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, config.workers, stack)
-        places, sample = feed.places, feed.sample()
+        places, sample = feed.mesh, feed.sample()
         whole = check_task(task, config, places, sample)
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))

@@ -13,7 +13,7 @@ from unisono.plan.compute_benchmark import share_seconds
 from unisono.plan.compute_time import Compute
 from unisono.plan.simulation import Cluster
 from unisono.plan.variants import changes, label
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.tasks.task import Task, build_dataset
 
 AUTO = "auto"
@@ -31,7 +31,7 @@ def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) ->
     found: dict[str, Config] = {}
     for text in ["", *against]:
         changed = changes("--against", text) if text else {}
-        config = settle(task, fitted(task, {**settings, **changed}))
+        config = resolve_config(task, fitted(task, {**settings, **changed}))
         if config.layout.workers > 1:
             raise InvalidInput(
                 "layout",
@@ -48,7 +48,7 @@ def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) ->
 def fitted(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings `given`, with a global batch of at least one micro-batch per worker, unless `given` sets one."""
     asked = Config.of({**task.defaults, **given})
-    config = settle(task, {**given, "workers": asked.layout.workers})
+    config = resolve_config(task, {**given, "workers": asked.layout.workers})
     batch, micro = config.global_batch, config.micro_batch
     assert batch is not None  # it is settled
     assert micro is not None

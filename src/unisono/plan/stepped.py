@@ -40,7 +40,7 @@ class SteppedTensors:
 
     @staticmethod
     def wholes(leaves: Mapping[str, Tensor], places: RankMesh, rank: int) -> SteppedTensors:
-        """For worker `rank`, where owners step whole tensors; see `Wholes`."""
+        """For worker `rank`, where owners step whole tensors; see `WholeTensorOptimizer`."""
         group = places.along(rank, *SHARDING_AXES)
         held = {name: {other: local_shape(leaf, places, other) for other in group} for name, leaf in leaves.items()}
         whole = {name: tuple(leaf.shape) for name, leaf in leaves.items() if leaf.requires_grad}

@@ -1,4 +1,4 @@
-"""Which task or script a host agrees to run when it joins a run: the one that was named on this host."""
+"""Consent of a host that joins a run: it runs only the task or script that its user named."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from unisono.tasks.source import NamedTask
 class Consent:
     """What this host agrees to run. Without it, a holder of the token could run any function on every host that joins.
 
-    A task is built in, or lies below `directory` and not among installed packages; nothing is imported before that is
-    known. Otherwise any module of the interpreter could be named as one.
+    A task must be built in, or its file must be below `directory`, outside of installed packages. Nothing is imported
+    before this check. Otherwise a run could name any module of the interpreter as its task.
 
     Args:
         task: the name of a task, as `NamedTask` has it.
         script: the path of a script.
-        own: the run was started by this user on this host, so that its order is trusted.
-        asks: called with the run's task or script in words, where neither is named; returns whether to run it. None:
-            there is no terminal.
-        directory: what paths are relative to, and where tasks lie that are not built in, nor in the file of `task`.
+        own: this user started the run on this host, so its spec is trusted.
+        asks: called with a description of the run's task or script, if neither is named; returns whether to run it.
+            None: there is no terminal.
+        directory: of relative paths, and of tasks that are neither built in nor in the file of `task`.
     """
 
     task: str = ""
@@ -40,26 +40,28 @@ class Consent:
     asks: Callable[[str], bool] | None = None
     directory: str = field(default_factory=os.getcwd)
 
-    def check(self, order: RunSpecMessage) -> None:
-        """Raise `InvalidInput` if `order` names another task or script. Nothing is imported."""
+    def check(self, spec: RunSpecMessage) -> None:
+        """Raise `InvalidInput` if `spec` names another task or script. Nothing is imported."""
         if self.own:
             return
-        what = words(order)
-        if order.task:
-            self._check_place(NamedTask(order.task, directory=self.directory))
+        what = describe(spec)
+        if spec.task:
+            self._check_place(NamedTask(spec.task, directory=self.directory))
         if self.task or self.script:
-            if not (self._names_script(order) if order.script else self._names_task(order)):
-                name, said = ("--task", self.task) if self.task else ("--script", self.script)
-                raise InvalidInput(name, said, f"the run is another one: {what}", "name the run's own task or script")
+            if not (self._names_script(spec) if spec.script else self._names_task(spec)):
+                name, value = ("--task", self.task) if self.task else ("--script", self.script)
+                raise InvalidInput(name, value, f"the run is another one: {what}", "name the run's own task or script")
         elif self.asks is None:
-            cure = "--script FILE" if order.script else "--task NAME"
+            cure = "--script FILE" if spec.script else "--task NAME"
             raise InvalidInput("coordinator", what, "this host has not agreed to run it", f"add {cure}")
         elif not self.asks(what):
             raise InvalidInput("coordinator", what, "refused on the terminal", "join another run")
 
     def check_function(self, source: NamedTask) -> None:
-        """Raise `InvalidInput` if the function of `source` is defined outside the allowed directories: a module may
-        import a function from elsewhere. Imports the module."""
+        """Raise `InvalidInput` if the function of `source` is defined outside of the allowed directories.
+
+        Imports the module of `source`, which may have imported the function from another file.
+        """
         if self.own or source.name in TASKS:
             return
         target = inspect.unwrap(source.target())
@@ -67,38 +69,39 @@ class Consent:
         if callable(target) and not (file and self._below(Path(file))):
             raise self._elsewhere(source)
 
-    def _names_task(self, order: RunSpecMessage) -> bool:
-        return bool(self.task) and NamedTask(self.task, directory=self.directory).absolute() == order.task
+    def _names_task(self, spec: RunSpecMessage) -> bool:
+        return bool(self.task) and NamedTask(self.task, directory=self.directory).absolute() == spec.task
 
-    def _names_script(self, order: RunSpecMessage) -> bool:
+    def _names_script(self, spec: RunSpecMessage) -> bool:
         here = Path(self.directory, Path(self.script).expanduser())
-        return bool(self.script) and here.resolve() == Path(order.script[0]).resolve()
+        return bool(self.script) and here.resolve() == Path(spec.script[0]).resolve()
 
     def _check_place(self, source: NamedTask) -> None:
         if source.name in TASKS:
             return
         place, _ = source.place()
         if place.endswith(".py"):
-            found: Path | None = Path(place)
+            file: Path | None = Path(place)
         else:
             path = [self.directory, *sys.path]
-            spec = importlib.machinery.PathFinder.find_spec(place.partition(".")[0], path)
-            locations = [] if spec is None else list(spec.submodule_search_locations or filter(None, [spec.origin]))
-            found = Path(locations[0]) if len(locations) == 1 else None
-        if found is None or not self._below(found):
+            module = importlib.machinery.PathFinder.find_spec(place.partition(".")[0], path)
+            places = [] if module is None else list(module.submodule_search_locations or filter(None, [module.origin]))
+            file = Path(places[0]) if len(places) == 1 else None
+        if file is None or not self._below(file):
             raise self._elsewhere(source)
 
     def _below(self, path: Path) -> bool:
-        said = Path(self.directory)
+        """Whether `path` is below an allowed directory, and not among installed packages."""
+        directory = Path(self.directory)
         place, _, _ = self.task.rpartition(":")
-        roots = [said, *([Path(said, Path(place).expanduser()).parent] if place.endswith(".py") else [])]
-        found = path.resolve()
-        installed = any(found.is_relative_to(library) for library in _LIBRARIES)  # often below a project's directory
-        return not installed and any(found.is_relative_to(root.resolve()) for root in roots)
+        roots = [directory, *([Path(directory, Path(place).expanduser()).parent] if place.endswith(".py") else [])]
+        path = path.resolve()
+        installed = any(path.is_relative_to(library) for library in _LIBRARIES)  # often below a project's directory
+        return not installed and any(path.is_relative_to(root.resolve()) for root in roots)
 
     def _elsewhere(self, source: NamedTask) -> InvalidInput:
         return InvalidInput(
-            "task", source.name, f"it is not built in, and does not lie below {self.directory}",
+            "task", source.name, f"it is not built in, and is not below {self.directory}",
             "name its directory by --directory DIR")  # fmt: skip
 
 
@@ -106,9 +109,9 @@ _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pur
 _LIBRARIES = [Path(each).resolve() for each in (*_INSTALLED, site.getusersitepackages())]
 
 
-def words(order: RunSpecMessage) -> str:
-    """The run's task with its arguments, or its script, for a person."""
-    if order.script:
-        return printable(" ".join(["script", *order.script]))
-    given = "".join(f" {name}={value!r}" for name, value in order.arguments.items())
-    return printable(f"task {order.task}{given}")
+def describe(spec: RunSpecMessage) -> str:
+    """The run's task with its arguments, or its script, for people."""
+    if spec.script:
+        return printable(" ".join(["script", *spec.script]))
+    given = "".join(f" {name}={value!r}" for name, value in spec.arguments.items())
+    return printable(f"task {spec.task}{given}")

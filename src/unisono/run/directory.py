@@ -1,4 +1,4 @@
-"""Where a run lies: ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/``, ``checkpoints/`` side by side."""
+"""The directory of a run: ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/`` and ``checkpoints/``."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ CHECKPOINTS = "checkpoints"
 
 
 @contextlib.contextmanager
-def claimed(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path]:
-    """The run's directory, locked for `holder`, with its configuration if it is new. Invalid input inside takes a new
-    run away again, unless it has a checkpoint.
+def claim_run_directory(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path]:
+    """Lock the run's directory for `holder`. A new run is created, with its configuration.
 
-    A directory holds a run as soon as ``config.toml`` is in it: until then it can be started, from then on resumed.
+    A directory contains a run as soon as it contains ``config.toml``: until then the run can be started, from then on
+    resumed. If the context ends with `InvalidInput`, a new run is removed, unless it has a checkpoint.
 
     Raises:
-        InvalidInput: the run is there and nobody said resume, or is not there and somebody did; another command holds
-            the directory; or it cannot be made.
+        InvalidInput: the run exists and `config.resume` is not set, or does not exist and it is; another command has
+            locked the directory; or the directory cannot be written.
     """
     if config.resume and not config.run_dir:
-        raise InvalidInput("resume", True, "which run is not said", "add --run-dir DIR")
+        raise InvalidInput("resume", True, "no run is named", "add --run-dir DIR")
     path, missing = _chosen(config, source)
     _check(path, config)
     try:
         with _locked(path, holder):
-            _check(path, config)  # another command may have had it until now
-            begun = _begun(path)
+            _check(path, config)  # another command may have held the lock until now
+            exists = _has_run(path)
             try:
-                _make(path, config, source, begun)
+                _prepare(path, config, source, exists)
                 yield path
             except InvalidInput:
-                if not (begun or checkpoints(path / CHECKPOINTS)):
+                if not (exists or checkpoints(path / CHECKPOINTS)):
                     _empty(path)
                 raise
     except InvalidInput:
-        with contextlib.suppress(OSError):  # what is in there is not this command's
-            for place in missing:
-                place.rmdir()
+        with contextlib.suppress(OSError):  # a directory with files of another command stays
+            for parent in missing:
+                parent.rmdir()
         raise
 
 
 @contextlib.contextmanager
 def resumable(path: Path) -> Iterator[None]:
-    """Have errors that leave the run in `path` as it is say how to go on with it, in a note."""
+    """Add a note to errors after which the run in `path` can be resumed: how to resume it."""
     try:
         yield
     except InvalidInput:
@@ -73,48 +73,49 @@ def resumable(path: Path) -> Iterator[None]:
 
 
 def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
-    """The run's directory, made where the user does not name it; and which of it and its parents were not there."""
+    """The run's directory, made now if the user does not name it; and which of it and its parents did not exist."""
     path = Path(config.run_dir).absolute() if config.run_dir else _default(source.name)
-    missing = [place for place in (path, *path.parents) if not place.exists()]
+    missing = [each for each in (path, *path.parents) if not each.exists()]
     if config.run_dir:
         return path, missing
-    with _written(path):
+    with _translate_errors(path):
         path = make_unique_directory(path)
     return path, [path, *missing[1:]]
 
 
 def _check(path: Path, config: Config) -> None:
-    """Raise `InvalidInput` if there is no run to resume in `path`, or one where a new one is to begin."""
-    if config.resume and not _begun(path):
+    """Raise `InvalidInput` if `path` has no run to resume, or is not free for a new one."""
+    if config.resume and not _has_run(path):
         raise InvalidInput("run_dir", str(path), "there is no such run to resume", "leave out --resume to start it")
     if not config.resume and not _is_free(path):
         raise InvalidInput(
-            "run_dir", str(path), "the directory exists", "add --resume to go on with it, or name another"
+            "run_dir", str(path), "the directory exists", "add --resume to continue the run, or name another"
         )
 
 
 @contextlib.contextmanager
 def _locked(path: Path, holder: Holder) -> Iterator[None]:
-    """Hold the lock of `path`, which is made if it is not there. Raises `InvalidInput`."""
+    """Make `path` if it does not exist, and hold its lock. Raises `InvalidInput`."""
     with contextlib.ExitStack() as stack:
-        with _written(path):
+        with _translate_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(hold_lock(path, holder))
         yield
 
 
-def _make(path: Path, config: Config, source: TaskSource, begun: bool) -> None:
-    with _written(path):
+def _prepare(path: Path, config: Config, source: TaskSource, exists: bool) -> None:
+    """Remove unfinished files, and make what a run needs. Raises `InvalidInput`."""
+    with _translate_errors(path):
         _clear(path)
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
-        if not begun:
+        if not exists:
             write_config(path, config.mapping(), source.absolute(), source.arguments)
         with tempfile.TemporaryFile(dir=path):
-            pass  # the user who resumes a run may not be the one who may write here
+            pass  # fails if the user who resumes the run may not write here
 
 
 def _clear(path: Path) -> None:
-    """Remove what processes of an earlier life have left that were killed: no other process writes there now."""
+    """Remove unfinished files of killed processes of earlier attempts. The lock excludes other writers."""
     remove_contact(path)
     sweep(path / CHECKPOINTS)
     for left in chain(*(unfinished(path, name) for name in (CONFIG, SUMMARY)), path.glob(MARKER.format("*"))):
@@ -122,8 +123,8 @@ def _clear(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """Turn a refusal of the file system into `InvalidInput`."""
+def _translate_errors(path: Path) -> Iterator[None]:
+    """Translate `OSError` into `InvalidInput`."""
     try:
         yield
     except OSError as error:
@@ -132,13 +133,13 @@ def _written(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _begun(path: Path) -> bool:
-    """Whether there is a run in `path`."""
+def _has_run(path: Path) -> bool:
+    """Whether `path` contains a run."""
     return (path / CONFIG).exists() or (path / CHECKPOINTS).exists()
 
 
 def _is_free(path: Path) -> bool:
-    """Whether a run may begin in `path`: nothing is there, or what a start leaves that was killed right away."""
+    """Whether a run may start in `path`: it is empty, or has only what a start that was killed early leaves."""
     if not path.is_dir():
         return not path.exists()
     logs = path / "logs"
@@ -155,8 +156,8 @@ def _empty(path: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Under what is given for a run that is resumed, what its earlier life was given.
+def with_previous_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`settings`, completed from the ``config.toml`` of the run if they resume one; `settings` take precedence.
 
     Raises:
         InvalidInput: the run's ``config.toml`` cannot be read.
@@ -167,18 +168,19 @@ def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if not file.exists():
         return settings
     try:
-        earlier = current_names(tomllib.loads(file.read_text()))
+        previous = current_names(tomllib.loads(file.read_text()))
     except InvalidInput:
         raise
     except (OSError, ValueError) as error:
-        raise InvalidInput("resume", str(file), f"cannot be read ({error})", "mend it, or take it away") from None
-    earlier.pop("task", None)
+        raise InvalidInput("resume", str(file), f"cannot be read ({error})", "repair it, or remove it") from None
+    previous.pop("task", None)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if settings.get(one) is not None:
-            earlier.pop(other, None)
-    return {**earlier, **settings}
+            previous.pop(other, None)
+    return {**previous, **settings}
 
 
 def _default(name: str) -> Path:
+    """A directory in ``runs``, named after the task and the time."""
     stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in name.rsplit("/", 1)[-1])
     return Path("runs").absolute() / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,4 +1,4 @@
-"""How the workers of a run find each other where they may come and go: a coordinator, and the order that lies there."""
+"""An elastic run: its coordinator, the policy by which views are formed, and the run spec that joining hosts fetch."""
 
 from __future__ import annotations
 
@@ -21,40 +21,44 @@ from unisono.tasks.source import NamedTask
 
 
 def policy_of(config: Config) -> Policy:
-    """What `config` says of who is present."""
+    """The limits on the workers of a view that follow from `config`."""
     most = config.workers if config.max_workers is None else config.max_workers
     first = max(config.workers, config.min_workers)
     layout = config.layout
-    apart = layout.data_parallel_size > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
-    shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.data_parallel_size if apart else 0
+    equal_work = layout.data_parallel_size > 1 or layout.pipeline > 1  # every replica takes as many micro-batches
+    micro_batches = (config.global_batch or 0) // (config.micro_batch or 1) // layout.data_parallel_size
     return Policy(
         min_workers=config.min_workers,
         max_workers=most,
         expected_workers=first,
         replica_size=layout.workers,
-        micro_batches=shares,
+        micro_batches=micro_batches if equal_work else 0,
     )
 
 
-def gathered(
+def elastic_run(
     config: Config,
-    order: RunSpec,
+    spec: RunSpec,
     server: ForkServer,
-    told: Callable[[str], None],
-    calling: CoordinatorOptions = CoordinatorOptions(),
+    notify: Callable[[str], None],
+    coordinator: CoordinatorOptions = CoordinatorOptions(),
 ) -> AbstractContextManager[ElasticOptions]:
-    """A coordinator that knows `order`, whose first workers `server` forks; see `coordinator_for`."""
-    assert order.path is not None
-    return coordinator_for(policy_of(config), _told_of(order), order.path, server, told, calling)
+    """A coordinator that serves `spec`, and whose first workers `server` forks; see `coordinator_for`.
+
+    Args:
+        notify: receives notices for the user.
+    """
+    assert spec.path is not None
+    return coordinator_for(policy_of(config), _message_fields(spec), spec.path, server, notify, coordinator)
 
 
 @dataclass(frozen=True)
 class Script:
-    """What workers of another launcher run, in place of a task.
+    """The script that the workers of a joining launcher run, in place of a task.
 
     Args:
-        path: of the file, here.
-        arguments: that follow it.
+        path: of the file on this host.
+        arguments: of the script.
         run: the run's directory.
         contact: of the coordinator.
     """
@@ -65,39 +69,41 @@ class Script:
     contact: CoordinatorAddress
 
 
-def called(contact: CoordinatorAddress, server: ForkServer, consent: Consent) -> RunSpec | Script:
-    """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
+def fetch_work(contact: CoordinatorAddress, server: ForkServer, consent: Consent) -> RunSpec | Script:
+    """Fetch what the workers that `server` forks run, from the coordinator at `contact`.
 
     Raises:
-        InvalidInput: nobody answers there, there is nothing that this host could do, or it is not what `consent` says.
+        InvalidInput: no coordinator answers; the task or script cannot be run on this host; or `consent` does not
+            allow it.
     """
-    told, here = fetch_run_spec(contact, server)
-    if told.script or told.task:
-        consent.check(told)
-    if told.script:
-        path = Path(told.script[0])
+    message, here = fetch_run_spec(contact, server)
+    if message.script or message.task:
+        consent.check(message)
+    if message.script:
+        path = Path(message.script[0])
         if not path.is_file():
-            raise InvalidInput("script", told.script[0], "the run is that of a script, which this host does not have",
-                               "copy it there, with all that it needs")  # fmt: skip
-        return Script(path, told.script[1:], told.run, here)
-    if not told.task:
+            raise InvalidInput("script", message.script[0], "the run is that of a script, which this host does not "
+                               "have", "copy it there, with all that it needs")  # fmt: skip
+        return Script(path, message.script[1:], message.run, here)
+    if not message.task:
         raise InvalidInput(
-            "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",
-            "start it by unisono train, with a task that has a name on every host")  # fmt: skip
-    source = NamedTask(told.task, told.arguments, consent.directory)
+            "coordinator", contact.url, "its run has a task that a Python program made, and that only its own "
+            "launcher can start", "start it by unisono train, with a task that has a name on every host")  # fmt: skip
+    source = NamedTask(message.task, message.arguments, consent.directory)
     source.place()
     consent.check_function(source)
-    holder = Holder(**dict(told.holder)) if told.holder else None
-    return RunSpec(source, told.settings, Path(told.run), told.began, here, holder)
+    holder = Holder(**dict(message.holder)) if message.holder else None
+    return RunSpec(source, message.settings, Path(message.run), message.began, here, holder)
 
 
-def _told_of(order: RunSpec) -> dict[str, Any]:
-    named = not isinstance(order.source, PickledTask)
+def _message_fields(spec: RunSpec) -> dict[str, Any]:
+    """The fields of the `RunSpecMessage` of `spec`; without a task if that has no name on other hosts."""
+    named = not isinstance(spec.source, PickledTask)
     return {
-        "task": order.source.absolute() if named else "",
-        "arguments": dict(order.source.arguments) if named else {},
-        "settings": dict(order.settings),
-        "run": str(order.path or ""),
-        "began": order.began,
-        "holder": asdict(order.holder) if order.holder else None,
+        "task": spec.source.absolute() if named else "",
+        "arguments": dict(spec.source.arguments) if named else {},
+        "settings": dict(spec.settings),
+        "run": str(spec.path or ""),
+        "began": spec.started_at,
+        "holder": asdict(spec.holder) if spec.holder else None,
     }

@@ -16,7 +16,7 @@ from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import Holder, hold_lock
 from unisono.notation import show
-from unisono.run.directory import CHECKPOINTS, claimed
+from unisono.run.directory import CHECKPOINTS, claim_run_directory
 from unisono.run.spec import RunSpec
 from unisono.trainer.loop_checkpoint import same_directory
 
@@ -84,7 +84,7 @@ def locate(
         return RunLocation(spec.path, attempt, tuple(range(comm.size)))
     if comm.rank == 0 and spec.path is None:
         holder = Holder.current()
-        made = stack.enter_context(claimed(config, spec.source, holder))
+        made = stack.enter_context(claim_run_directory(config, spec.source, holder))
         spec = dataclasses.replace(spec, path=made, holder=holder)
     path, writers = same_directory(comm, str(spec.path) if comm.rank == 0 else "", attempt)
     holder_text = broadcast_text(comm, json.dumps(spec.holder and dataclasses.asdict(spec.holder)))

@@ -16,7 +16,7 @@ from unisono.tasks.lr_schedules import factor_of
 from unisono.tasks.task import Task
 
 
-def settle(task: Task, given: Mapping[str, Any]) -> Config:
+def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
     """The library's defaults, under the task's, under what was `given` (field names and values).
 
     Raises:

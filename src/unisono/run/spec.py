@@ -1,4 +1,4 @@
-"""What a run is told, and what it comes to, as values."""
+"""The spec that every worker of a run receives, and the result of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG = logging.getLogger("unisono")
 
 
 class TaskSource(Protocol):
-    """Says where a task comes from."""
+    """Where a task comes from; loads it."""
 
     @property
     def name(self) -> str: ...
@@ -31,14 +31,14 @@ class TaskSource(Protocol):
     def arguments(self) -> Mapping[str, Any]: ...
 
     def absolute(self) -> str:
-        """A name that means the same in every directory."""
+        """A name with the same meaning in every directory."""
 
     def load(self, others: Collection[str] = ()) -> Task: ...
 
 
 @dataclass(frozen=True)
 class PickledTask:
-    """A task that a Python program made, carried to its workers by value."""
+    """A task that a Python program made, sent to its workers by value."""
 
     name: str
     pickled: bytes
@@ -46,7 +46,7 @@ class PickledTask:
 
     @classmethod
     def of(cls, task: Task) -> PickledTask:
-        """`task` as a value that travels."""
+        """Pickle `task`."""
         return cls(task.name, cloudpickle.dumps(task))
 
     def absolute(self) -> str:
@@ -62,49 +62,49 @@ class PickledTask:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What every worker of a run is told.
+    """What every worker of a run receives from its launcher.
 
     Args:
         source: the task.
-        settings: Config fields that were given.
-        path: the run's directory; None where worker 0 has to make it.
-        began: seconds since 1970 when the command was given.
-        contact: of the coordinator, where workers may come and go.
-        holder: the command that holds the lock on the directory, which workers share; None where none does.
+        settings: fields of `Config` that the user gave.
+        path: the run's directory; None if worker 0 has to make it.
+        started_at: when the command was started, in seconds since 1970.
+        contact: of the coordinator of an elastic run; None in other runs.
+        holder: the command that holds the lock on the directory, which workers share; None without a lock.
     """
 
     source: TaskSource
     settings: Mapping[str, Any]
     path: Path | None
-    began: float
+    started_at: float
     contact: CoordinatorAddress | None = None
     holder: Holder | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        steps: optimizer steps in all, earlier lives of a resumed run included.
-        samples: of these steps, those of dropped ones included.
+        steps: optimizer steps, including those of earlier attempts of a resumed run.
+        samples: of these steps, including those of dropped steps.
         loss: of the last step.
         metrics: of the last evaluation.
         weights_sha256: of every parameter and buffer by sorted global name (name, dtype, shape, bytes).
-        wall_seconds: from the command to the end.
-        startup_seconds: from the command to the first step.
-        samples_per_second: of the training steps of this life.
-        bytes_sent_per_worker: the most that one worker sent; under a layout with what torch's groups sent over gloo,
-            headers and all, and without what went over NCCL.
-        step_seconds_median: of this life.
+        wall_seconds: from the start of the command to the end of training.
+        startup_seconds: from the start of the command to the first step.
+        samples_per_second: of the training steps of this attempt.
+        bytes_sent_per_worker: the maximum over the workers. Under a layout it includes what torch's process groups sent
+            over gloo, with headers, and excludes NCCL.
+        step_seconds_median: of this attempt.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.
-        complete: whether all steps that were asked for are done; else the run was asked to stop, and can be resumed.
-        ending: the same in words.
-        ledger: of each worker that was there at the end, by rank, the seconds of its process's life by what they went
-            into; they add up to all of it.
-        skipped_steps: of `steps`, those that were dropped as bad.
-        healed: how often a replica was found to differ from most, and given their state.
+        complete: whether all requested steps are done; otherwise the run was asked to stop, and can be resumed.
+        ending: `complete` as a sentence for people.
+        ledger: seconds by `Phase` of each worker of the last view, by rank; they add up to the time since the start of
+            its process.
+        skipped_steps: those of `steps` that were dropped as bad.
+        healed: how often a replica differed from the majority, and received their state.
     """
 
     steps: int
@@ -133,21 +133,22 @@ class Result:
         """
         opened = open_found(Path(self.run), "run", LOG.warning)
         if opened.step != self.steps:
-            raise CheckpointError(f"{opened.path}: this is the newest sound checkpoint, and the run has come to step "
-                                  f"{self.steps}; unisono.load({self.run!r}) gives what there is")  # fmt: skip
+            raise CheckpointError(f"{opened.path}: this is the newest sound checkpoint, and the run has reached step "
+                                  f"{self.steps}; unisono.load({self.run!r}) reads this checkpoint")  # fmt: skip
         return read_weights(opened)
 
 
 def load(run: str | os.PathLike[str] | Result) -> dict[str, Tensor]:
-    """The weights and buffers in the newest sound checkpoint of `run`, for ``model.load_state_dict``: by the names in
-    the model's own ``state_dict()``, in host memory.
+    """The weights and buffers of the newest sound checkpoint of `run`, for ``model.load_state_dict``.
+
+    They have the names of the model's ``state_dict()`` and are in host memory.
 
     Args:
         run: a run's directory, a directory of checkpoints, one of them, or a `Result`.
 
     Raises:
         InvalidInput: there is no checkpoint.
-        CheckpointDamaged: there are some, and not one is sound.
+        CheckpointDamaged: no checkpoint is sound.
     """
     place = run.run if isinstance(run, Result) else run
     return read_weights(open_found(Path(place), "run", LOG.warning))

@@ -1,4 +1,4 @@
-"""A run from a task and its settings to a result: what is checked first, and who starts whom."""
+"""Starts a run from a task and its settings, or joins one, and returns its result."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from unisono.observe import write_summary
 from unisono.observe.display import Display
 from unisono.observe.record_files import SUMMARY
 from unisono.run.consent import Consent
-from unisono.run.directory import claimed, resumable, with_earlier
-from unisono.run.elastic_run import Script, called, gathered
-from unisono.run.resolve import settle
+from unisono.run.directory import claim_run_directory, resumable, with_previous_settings
+from unisono.run.elastic_run import Script, elastic_run, fetch_work
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import PickledTask, Result, RunSpec, TaskSource
 from unisono.system.process import age_seconds
 from unisono.tasks.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.run.worker")
-LAID = (*PRELOAD, "unisono.layout.parallelize", "unisono.plan.layout_check")  # what workers of a layout need besides
+PRELOAD_LAYOUT = (*PRELOAD, "unisono.layout.parallelize", "unisono.plan.layout_check")  # for workers of a layout
 Messages = Callable[[int, Mapping[str, Any]], None]
 
 
 def train(task: Task, config: Config | None = None, *, json: Path | None = None, quiet: bool = False) -> Result | None:
-    """Train `task` as `config` says; returns the result when all workers are done.
+    """Train `task` under `config`; returns the result when all workers are done.
 
-    Progress, notices and the run's directory are printed to standard error, as ``unisono train`` prints them.
+    Prints progress, notices and the run's directory to standard error, as ``unisono train`` does.
 
-    Started once per worker by ``unisono launch``, torchrun, Slurm or Open MPI, this process is one of the workers;
-    otherwise it starts ``config.workers`` processes of its own. Such a worker other than 0 returns None.
+    Where ``unisono launch``, torchrun, Slurm or Open MPI starts this process once per worker, it is one of the workers,
+    and returns None on all but worker 0. Otherwise it starts ``config.workers`` processes.
 
     Args:
         json: path of a file that receives the result as JSON.
-        quiet: print nothing. Errors are raised all the same, and the run's directory keeps its records.
+        quiet: print nothing. Errors are still raised, and the run's directory has its records.
 
     Raises:
-        InvalidInput: what is asked for cannot work.
-        WorkerFailed: a worker ended badly; carries its traceback.
+        InvalidInput: the settings are invalid, or cannot be combined.
+        WorkerFailed: a worker failed; carries its traceback.
         Diverged: the loss is not finite.
-        Interrupted: the run was asked to stop before all steps were done. Its last step is in a checkpoint if
-            ``results`` has what the workers returned.
+        Interrupted: the run was asked to stop before all steps were done. If ``results`` has the values that the
+            workers returned, the last step is in a checkpoint.
     """
     config = config or Config()
     settings = {name: value for name, value in config.mapping().items() if name in config.given}
@@ -80,46 +80,42 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
 
 def start(
     source: TaskSource, settings: Mapping[str, Any], *, json: Path | None, on_message: Messages,
-    calling: CoordinatorOptions | None = None, debug: int | None = None,
+    coordinator: CoordinatorOptions | None = None, debug: int | None = None,
 ) -> Result | None:  # fmt: skip
     """Run the task of `source` under `settings` (Config fields that the user gave).
 
-    Returns the result; None in a worker other than 0 that another launcher started, and where all workers of this one
-    have left, and others go on.
+    Returns the result. Returns None in a worker other than 0 that another launcher started, and if all workers of this
+    launcher left while other workers continue the run.
 
     Args:
-        json: where to write the result as JSON besides ``summary.json``.
-        on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
-        calling: where the workers find their coordinator, if that is said.
-        debug: the worker that has this terminal for ``breakpoint()``. Default: one that is alone.
+        json: path of a file that receives the result as JSON, besides ``summary.json``.
+        on_message: receives progress, notices and the run's directory, with the rank of the worker that sent them.
+        coordinator: address of the coordinator, if the user gave one.
+        debug: the worker that gets this terminal for ``breakpoint()``. Default: the only one, if there is one worker.
     """
-    began = time.time() - age_seconds()
+    started_at = time.time() - age_seconds()
     identity = claim_identity()
     if identity.launcher != "none":
-        if calling is not None:
+        if coordinator is not None:
             raise InvalidInput(
-                "coordinator", calling.endpoint.host,
-                f"{identity.launcher} started this worker, and who it starts stay", "leave it out")  # fmt: skip
-        return _be_worker(identity, source, settings, began, json, on_message)
-    preload = LAID if settings.get("layout") else PRELOAD
-    with start_fork_server(preload) as server:  # imports torch while this process checks what was written
-        settings = with_earlier(settings)
-        config = settle(source.load(FIELDS), settings)
-        check_worker_count(config.workers)
-        if debug is not None and not 0 <= debug < config.workers:
-            raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
-        if config.layout.workers > 1:  # what workers would refuse is refused before there are any
-            _ask("unisono.plan.layout_check:check", source, settings, server)
+                "coordinator", coordinator.endpoint.host,
+                f"{identity.launcher} started this worker, and its workers cannot join or leave",
+                "leave it out")  # fmt: skip
+        return _run_as_worker(identity, source, settings, started_at, json, on_message)
+    preload = PRELOAD_LAYOUT if settings.get("layout") else PRELOAD
+    with start_fork_server(preload) as server:  # imports torch while this process checks the settings
+        settings = with_previous_settings(settings)
+        config = _checked_config(source, settings, debug, server)
         holder = Holder.current()
-        with claimed(config, source, holder) as path, resumable(path), contextlib.ExitStack() as stack:
+        with claim_run_directory(config, source, holder) as path, resumable(path), contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
-            order = RunSpec(source, settings, path, began, holder=holder)
-            elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))
-            order = replace(order, contact=elastic.contact if elastic else None)
+            spec = RunSpec(source, settings, path, started_at, holder=holder)
+            elastic = stack.enter_context(_elastic_options(config, spec, server, on_message, coordinator))
+            spec = replace(spec, contact=elastic.contact if elastic else None)
             try:
                 results = launch(
                     "unisono.run.worker:run_worker",
-                    (order,),
+                    (spec,),
                     LaunchOptions(path / "logs", config.workers, debug_rank=debug),
                     fork_server=server,
                     on_message=on_message,
@@ -133,110 +129,119 @@ def start(
     return None if results[0] is None else conclude(results[0], path, json, on_message)
 
 
+def _checked_config(source: TaskSource, settings: Mapping[str, Any], debug: int | None, server: ForkServer) -> Config:
+    """The `Config` of the run. Raises `InvalidInput` for errors that workers would find only after their start."""
+    config = resolve_config(source.load(FIELDS), settings)
+    check_worker_count(config.workers)
+    if debug is not None and not 0 <= debug < config.workers:
+        raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
+    if config.layout.workers > 1:
+        _call("unisono.plan.layout_check:check", source, settings, server)
+    return config
+
+
 def join(
     contact: CoordinatorAddress, workers: int, consent: Consent, *, logs: Path | None = None, on_message: Messages
 ) -> Mapping[str, Any] | None:
-    """Start `workers` processes here that take part in the run whose coordinator `contact` reaches.
+    """Start `workers` processes on this host, which join the run whose coordinator is at `contact`.
 
-    Returns the fields of its `Result` once it is over (of a script, only where it lies); None if all of them have left
-    before.
+    Returns the fields of the run's `Result` when the run has finished; of a script, only the run's directory. Returns
+    None if all of these workers left before.
 
     Args:
-        consent: what this host runs.
-        logs: directory for what they print; default: one in ``runs``, of this launcher's own name.
+        consent: what this host agrees to run.
+        logs: directory for the output of the workers; default: in ``runs``, in a directory with this launcher's name.
         on_message: as for `start`.
 
     Raises:
-        InvalidInput: nobody answers there, or this host cannot do what the run's workers do, or is not to do it.
+        InvalidInput: no coordinator answers; this host cannot run what the run's workers run; or `consent` does not
+            allow it.
         WorkerFailed: as `launch`.
     """
     check_worker_count(workers, "--workers")
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
     with start_fork_server(PRELOAD) as server:
-        order = called(contact, server, consent)
+        spec = fetch_work(contact, server, consent)
         logs = logs or Path("runs", name, "logs")
-        if isinstance(order, Script):
-            elastic = ElasticOptions(order.contact, launcher=name, independent_exit=True)
+        if isinstance(spec, Script):
+            elastic = ElasticOptions(spec.contact, launcher=name, independent_exit=True)
             done = launch_script(
-                order.path, order.arguments, LaunchOptions(logs, workers), fork_server=server,
+                spec.path, spec.arguments, LaunchOptions(logs, workers), fork_server=server,
                 on_message=on_message, elastic=elastic)  # fmt: skip
-            return {"run": order.run} if done else None
-        settle(order.source.load(FIELDS), order.settings)
-        assert order.contact is not None
+            return {"run": spec.run} if done else None
+        resolve_config(spec.source.load(FIELDS), spec.settings)
+        assert spec.contact is not None
         results = launch(
             "unisono.run.worker:run_worker",
-            (order,),
+            (spec,),
             LaunchOptions(logs, workers),
             fork_server=server,
             on_message=on_message,
-            elastic=ElasticOptions(order.contact, launcher=name),
+            elastic=ElasticOptions(spec.contact, launcher=name),
         )
     result: Mapping[str, Any] | None = results[0]
     return result
 
 
-def _may_come_and_go(
-    config: Config, order: RunSpec, server: ForkServer, on_message: Messages, calling: CoordinatorOptions | None
+def _elastic_options(
+    config: Config, spec: RunSpec, server: ForkServer, on_message: Messages, coordinator: CoordinatorOptions | None
 ) -> contextlib.AbstractContextManager[ElasticOptions | None]:
-    """What workers need to do so, if they may.
+    """The coordinator of an elastic run; None if there is only one worker, or workers cannot join or leave.
 
     Raises:
-        InvalidInput: they may not, and the user wants it.
+        InvalidInput: workers cannot join or leave, and the settings require it.
     """
     if config.recovers_from_loss:
-        told = lambda words: on_message(0, {"kind": "notice", "text": words})
-        alone = max(config.workers, config.max_workers or 1) == 1 and calling is None
-        return (
-            contextlib.nullcontext()
-            if alone
-            else gathered(config, order, server, told, calling or CoordinatorOptions())
-        )
-    if config.min_workers > 1 or config.max_workers not in (None, config.workers) or calling is not None:
+        if max(config.workers, config.max_workers or 1) == 1 and coordinator is None:
+            return contextlib.nullcontext()
+        notify = lambda words: on_message(0, {"kind": "notice", "text": words})
+        return elastic_run(config, spec, server, notify, coordinator or CoordinatorOptions())
+    if config.min_workers > 1 or config.max_workers not in (None, config.workers) or coordinator is not None:
         raise InvalidInput(
             "workers", f"{config.min_workers}:{config.max_workers or config.workers}",
-            "in this run none can come or go",
+            "workers of this run cannot join or leave",
             f"give one number; or leave elastic on, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return contextlib.nullcontext()
 
 
 def estimate_layout(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What workers would hold of the task of `source` under ``settings``: the fields of a `LayoutEstimate` of
+    """Memory per worker of the task of `source` under `settings`: the fields of a `LayoutEstimate` of
     `unisono.plan.layout_estimate`.
 
     Raises:
-        InvalidInput: what is asked for cannot work.
+        InvalidInput: the settings are invalid, or cannot be combined.
     """
-    with start_fork_server(LAID) as server:
-        found: Mapping[str, Any] = _ask("unisono.plan.layout_estimate:estimate_mapping", source, settings, server)
-        return found
+    with start_fork_server(PRELOAD_LAYOUT) as server:
+        estimate: Mapping[str, Any] = _call("unisono.plan.layout_estimate:estimate_mapping", source, settings, server)
+        return estimate
 
 
-def _ask(target: str, source: TaskSource, settings: Mapping[str, Any], server: ForkServer) -> Any:
-    """In a process of its own, since a model may be built, and torch's default process group be a false one."""
+def _call(target: str, source: TaskSource, settings: Mapping[str, Any], server: ForkServer) -> Any:
+    """Call the function `target` in another process: it may build a model, and use a fake default process group."""
     return call_in_worker(target, (source, settings), server, threads=len(os.sched_getaffinity(0)))
 
 
-def _be_worker(
+def _run_as_worker(
     identity: WorkerIdentity,
     source: TaskSource,
     settings: Mapping[str, Any],
-    began: float,
+    started_at: float,
     json: Path | None,
     on_message: Messages,
 ) -> Result | None:
-    """This process is one of several that somebody else's launcher started."""
+    """Train as one of the workers that another launcher started."""
     from unisono.run.worker import run_worker  # imports torch
 
     settings = expand_worker_range(settings)
-    said = settings.get("workers")
-    if said is not None and int(said) != identity.size:
+    workers = settings.get("workers")
+    if workers is not None and int(workers) != identity.size:
         raise InvalidInput(
-            "workers", said, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
+            "workers", workers, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
         )
-    settings = {**with_earlier(settings), "workers": identity.size}
+    settings = {**with_previous_settings(settings), "workers": identity.size}
     with contextlib.closing(StopRequest()) as stop:
         worker = WorkerContext(identity, lambda message: on_message(identity.rank, message), stop)
-        result = run_worker(worker, RunSpec(source, settings, None, began))
+        result = run_worker(worker, RunSpec(source, settings, None, started_at))
     if result is None:
         return None
     if identity.rank == 0:
@@ -248,10 +253,10 @@ def _be_worker(
 def conclude(
     result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages, number: int = STOP
 ) -> Result:
-    """Write what worker 0 returned to the run's directory, as far as the disk takes it, and to `json`.
+    """Write the `result` of worker 0 to the run's directory and to `json`. A failure to write the former is a notice.
 
     Args:
-        number: of the signal that asked to stop, if any did.
+        number: of the signal that asked to stop, if there was one.
 
     Raises:
         UnisonoError: `json` cannot be written.

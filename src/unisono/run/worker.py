@@ -50,7 +50,7 @@ from unisono.observe.record_files import SUMMARY
 from unisono.observe.user_frames import describe_exit
 from unisono.run.directory import CHECKPOINTS, resumable
 from unisono.run.location import DirectoryLock, RunLocation, locate
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.resume import load_checkpoint, newest_sound, resumable_checkpoint
 from unisono.run.spec import Result, RunSpec
 from unisono.system.process import age_seconds
@@ -82,7 +82,7 @@ def run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
 
 def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
     task = with_data(spec.source.load())
-    config = settle(task, spec.settings)
+    config = resolve_config(task, spec.settings)
     if config.remove_slower_than and not spec.contact and worker.identity.size > 1:
         raise InvalidInput(
             "remove_slower_than",
@@ -182,7 +182,7 @@ class WorkerRun:
                 stack.enter_context(resumable(location.path))
             stack.enter_context(self._noting_steps())
             copies = bool(self.spec.contact) and self.config.memory_checkpoints
-            groups = _process_groups(rendezvous, comm, feed.places, comm.rank, stack, copies)
+            groups = _process_groups(rendezvous, comm, feed.mesh, comm.rank, stack, copies)
             stack.callback(groups.close)
             if groups.torch:
                 stack.enter_context(groups.torch.translate_errors())
@@ -190,7 +190,7 @@ class WorkerRun:
             trainer = self._build_view(session, attempt, feed, groups, location, stack)
             self.worker.stop.listen()
             if self.startup_seconds is None:
-                self.startup_seconds = time.time() - self.spec.began
+                self.startup_seconds = time.time() - self.spec.started_at
             outcome = self._train(trainer)
             return None if trainer.view_ending else self._result(trainer, groups, outcome, location.path)
 
@@ -212,7 +212,7 @@ class WorkerRun:
         record = _recorder(self.worker, comm, location.path, config.record_seconds)
         stack.callback(record.close)
         checkpointer = self._checkpointer(feed, groups, location, record, stack)
-        recovery, here = self._recovers_by(groups), feed.places.of(comm.rank)
+        recovery, here = self._recovers_by(groups), feed.mesh.of(comm.rank)
         if recovery.restore(view, groups, state):
             checkpointer.set_progress(state.progress)
         else:
@@ -234,7 +234,7 @@ class WorkerRun:
                 self.tracker))  # fmt: skip
 
     def _build_model(self, feed: DataFeed, groups: ProcessGroups) -> tuple[LocalModel, Optimizer]:
-        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.is_sharded else (None, None)
+        mesh, sample = (_mesh(feed.mesh, self.device), feed.sample()) if groups.is_sharded else (None, None)
         return build_model(self.task, self.config, self.device, groups.batch, mesh, sample, groups.model)
 
     def _checkpointer(
@@ -280,7 +280,7 @@ class WorkerRun:
             loss=outcome.loss,
             metrics=dict(outcome.metrics),
             weights_sha256=_weights_digest(trainer, path, outcome.steps),
-            wall_seconds=time.time() - self.spec.began,
+            wall_seconds=time.time() - self.spec.started_at,
             startup_seconds=self.startup_seconds or 0.0,
             samples_per_second=self.trained * trainer.global_batch / seconds if seconds else 0.0,
             bytes_sent_per_worker=int(sent.max()),

@@ -1,18 +1,19 @@
-"""What forward passes write into buffers, collected per micro-batch and folded in the micro-batches' order.
+"""Synchronizes buffers: collects their values after each micro-batch, and folds them in the order of micro-batches.
 
-A network's buffers (batch normalisation's running statistics before all; a parameter that is not trained may serve as
-one) change with every forward pass, so they would depend on who computed what. Here every micro-batch of a step starts
-from the same buffers; what each wrote is shared, and all workers fold the same rows in the same order:
+Buffers change with every forward pass, mainly the running statistics of batch normalization; a frozen parameter can
+serve as a buffer too. Without synchronization they would depend on which worker computed which micro-batch. Here every
+micro-batch of a step starts from the same buffers. Workers share the values after each micro-batch, and all fold the
+same rows in the same order:
 
-- running statistics of normalisation layers: a moving average, one step per visit of the layer, as one process that
-  computed all micro-batches in turn would have it;
-- other whole numbers (counters): the increments add up;
-- other real numbers: their mean over the micro-batches; truth values: the last one.
+- running statistics of normalization layers: a moving average with one update per call of the layer, as in one process
+  that computes all micro-batches one after the other;
+- other integers (counters): the sum of the increments;
+- other floating-point numbers: the mean over the micro-batches; booleans: the last one.
 
-In a loop of the user's own, what it changes between two steps counts: the step starts from the buffers that the first
-forward pass finds.
+In a custom loop, the user's changes between two steps count: the step starts from the buffers as they are at the first
+forward pass.
 
-    begin ── the user's changes ── first forward pass: adopt ── after ── before: put back ── ... ── fold
+    begin ── the user's changes ── first forward pass: adopt ── after ── before: restore ── ... ── fold
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from unisono.trainer.model_hooks import before_forward
 
 
 class StageBuffers:
-    """The buffers of one worker's part of the model: of each pipeline stage, or of the only one.
+    """The buffers of the part of the model that one worker has: one `BufferSync` per pipeline stage.
 
     Args:
-        synchronous: replicas are equal after every step: then all of them fold the same rows.
+        synchronous: replicas are equal after every step, so all of them fold the same rows.
         may_undo: a step may be dropped or repeated.
         adopts: see `BufferSync`.
     """
@@ -49,11 +50,11 @@ class StageBuffers:
         comm = groups.batch if synchronous else groups.dp_shard
         channel = comm.channel("statistics") if synchronous or groups.is_sharded else None
         stages = {0: local.model} if local.pipeline is None else local.pipeline.stages
-        found = {
+        buffers_of = {
             stage: BufferSync(module, micro_batches, channel, drops=may_undo, adopts=adopts)
             for stage, module in sorted(stages.items())
         }
-        self._stages = {stage: buffers for stage, buffers in found.items() if buffers.active}
+        self._stages = {stage: buffers for stage, buffers in buffers_of.items() if buffers.active}
 
     def before(self, stage: int = 0) -> None:
         """See `BufferSync.before`."""
@@ -97,14 +98,16 @@ class StageBuffers:
 
 
 class BufferSync:
-    """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own, or None where a replica
-    folds what it wrote itself.
+    """Synchronizes the buffers of one model.
 
     Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold` or `drop`. With a
-    single micro-batch there is nothing to fold, and nothing is touched, unless it `drops`: then steps may be dropped.
+    single micro-batch there is nothing to fold, and buffers are not touched, unless `drops`.
 
     Args:
-        adopts: whether changes between two steps count; else they are undone. `close` then takes hooks off the model.
+        micro_batches: of a step, on all workers.
+        comm: a channel for the buffers alone; None: the replica folds only the rows of its own micro-batches.
+        drops: a step may be dropped.
+        adopts: changes between two steps count, else they are undone. This needs hooks, which `close` removes.
     """
 
     def __init__(
@@ -115,75 +118,76 @@ class BufferSync:
         named = {
             name: m for name, m in model.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None
         }
-        theirs = {id(b) for layer in named.values() for b in layer.buffers(recurse=False)}
-        # What is trained is no buffer; nor can be what lies in parts on several workers, and comes and goes.
-        theirs |= {id(p) for p in model.parameters() if p.requires_grad or hasattr(p, "to_local")}
+        excluded = {id(b) for layer in named.values() for b in layer.buffers(recurse=False)}
+        # A trainable parameter is no buffer, nor is a sharded one, which is gathered and freed again.
+        excluded |= {id(p) for p in model.parameters() if p.requires_grad or hasattr(p, "to_local")}
         self._layers = [_Layer(n, layer) for n, layer in named.items() if not getattr(layer, "buffers_agree", False)]
-        self._quiet = [
+        self._unwritten = [
             _BufferSlot(f"{path}.{key}".lstrip("."), module, key)
             for path, module in model.named_modules()
-            for key, held in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
-            if id(held) not in theirs
+            for key, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
+            if id(tensor) not in excluded
         ]
         self._written: list[_BufferSlot] = []
         self._probing = True
-        self._probe: list[Tensor] = []
-        self.active = (micro_batches > 1 or drops) and bool(self._layers or self._quiet)
-        self._hooks = before_forward(self._owners(), self._arrive) if self.active and adopts else []
+        self._probed_values: list[Tensor] = []
+        self.active = (micro_batches > 1 or drops) and bool(self._layers or self._unwritten)
+        self._hooks = before_forward(self._owners(), self._on_forward) if self.active and adopts else []
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def begin(self) -> None:
-        """A new step: remember the buffers that it starts from."""
+        """Begin a step: remember the buffers that it starts from."""
         self._remember()
-        self._awaits, self._entered, self._changed = self._adopts, False, 0
+        self._may_adopt, self._before_called, self._changed = self._adopts, False, 0
         self._rows: dict[int, Tensor] = {}
         self._work: Work[Tensor] | None = None
 
     def before(self) -> None:
-        """Before a micro-batch's forward pass: put the step's first buffers back."""
-        if self._awaits:
+        """Before the forward pass of a micro-batch: restore the buffers that the step starts from."""
+        if self._may_adopt:
             self._adopt()
-        self._entered = True
+        self._before_called = True
         if self._probing:
-            self._probe = [place.tensor.clone() for place in self._quiet]
-        self._put_back()
+            self._probed_values = [slot.tensor.clone() for slot in self._unwritten]
+        self._restore()
 
     def after(self, micro_batch: int) -> None:
-        """After it: collect what it wrote."""
-        self._awaits = False
+        """After the forward pass of a micro-batch: collect the values of the buffers."""
+        self._may_adopt = False
         if self._probing:
-            self._learn_who_writes()
+            self._find_written()
         values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
         if values:
-            told = torch.tensor([self._changed, 1.0], dtype=torch.float64, device=values[0].device)
-            self._rows[micro_batch] = _flat([*values, told])  # the last number: here it is
+            # A digest of the user's changes; and 1.0, which marks the row as present.
+            trailer = torch.tensor([self._changed, 1.0], dtype=torch.float64, device=values[0].device)
+            self._rows[micro_batch] = _flat([*values, trailer])
 
     def undo(self) -> None:
-        """The step is not taken, and nobody is waited for: the buffers are as when it began."""
-        self._put_back()
-        for place, first in zip(self._quiet, self._probe):  # while it is not known who writes
-            place.tensor.copy_(first)
+        """Restore the buffers from the start of the step, without waiting for other workers."""
+        self._restore()
+        for slot, first in zip(self._unwritten, self._probed_values):  # until `_find_written`
+            slot.tensor.copy_(first)
 
     def send(self) -> None:
-        """After this worker's last forward pass: share what it collected; backward may run meanwhile."""
+        """After this worker's last forward pass: start sharing its rows; backward can run meanwhile."""
         if self._comm is None:
             rows = [self._rows[m] for m in sorted(self._rows)]
             self._work = Finished(torch.stack(rows).view(-1)) if rows else None
         elif self._rows:
-            width = next(iter(self._rows.values()))
-            table = width.new_zeros(self._count, width.numel())
+            first = next(iter(self._rows.values()))
+            table = first.new_zeros(self._count, first.numel())
             for micro_batch, row in self._rows.items():
                 table[micro_batch] = row
             # Adding 0.0 turns -0.0 into 0.0, as the sum with other workers' zeros does.
             self._work = self._comm.sum(table.add_(0.0).view(-1))
 
     def fold(self) -> None:
-        """Wait for everybody's rows and fold them. Raises `PeerLost`, `MessageMismatch`."""
-        late = [p.name for p, mark in zip(self._quiet, self._marks) if p.differs(mark)]
+        """Wait for the rows of all workers, and fold them. Raises `PeerLost`, `MessageMismatch`."""
+        late = [p.name for p, mark in zip(self._unwritten, self._marks) if p.differs(mark)]
         if late:
             raise UnisonoError(
                 f"buffer {late[0]} changed during a step, though the first forward pass did not write it: write it in "
@@ -191,74 +195,76 @@ class BufferSync:
             )
         if self._work is None:
             return
-        # Many small steps: on a GPU each would cost a launch and a wait.
+        # Many small operations: on a GPU each would cost a kernel launch and a synchronization.
         count = self._count if self._comm is not None else len(self._rows)
         table, at = self._work.wait().view(count, -1).cpu(), 0
-        table = table[table[:, -1] > 0]  # a replica that steps by itself has some of a step's micro-batches
+        table = table[table[:, -1] > 0]  # with local steps a replica has only some micro-batches of a step
         if len(table) and (table[:, -2] != table[0, -2]).any():
-            raise UnisonoError("buffers were changed between two steps, but not alike on all workers: change them on "
+            raise UnisonoError("buffers were changed between two steps, but not equally on all workers: change them on "
                                "every worker, to the same values")  # fmt: skip
         for layer in self._layers:
             at = layer.fold(table, at)
-        for place, first in zip(self._written, self._first):
-            place.tensor.copy_(_folded(first.cpu(), table[:, at : at + first.numel()]))
+        for slot, first in zip(self._written, self._first):
+            slot.tensor.copy_(_folded(first.cpu(), table[:, at : at + first.numel()]))
             at += first.numel()
 
     def drop(self) -> None:
-        """In place of `fold`: the buffers are as when the step began. Raises `PeerLost`, `MessageMismatch`."""
+        """In place of `fold`: restore the buffers from the start of the step. Raises `PeerLost`, `MessageMismatch`."""
         if self._work is not None:
             self._work.wait()
         self.undo()
 
     def _owners(self) -> list[nn.Module]:
-        """The model and its modules that have such buffers, so that one of them is called in every forward pass."""
-        inside = {id(place.module): place.module for place in self._quiet} | {
+        """The model and its modules with such buffers: every forward pass calls at least one of them."""
+        modules = {id(slot.module): slot.module for slot in self._unwritten} | {
             id(x.module): x.module for x in self._layers
         }
-        return [self._model, *(module for module in inside.values() if module is not self._model)]
+        return [self._model, *(module for module in modules.values() if module is not self._model)]
 
-    def _arrive(self) -> None:
-        """A forward pass begins; if it is the first of the micro-batch that `before` announced, the step begins too."""
-        if torch.compiler.is_compiling():  # tracing this would break the user's graph; `before` adopts what it can
+    def _on_forward(self) -> None:
+        """A forward pass begins: adopt the buffers if it is the first one of the step after `before`."""
+        if torch.compiler.is_compiling():  # tracing this would cause a graph break; `before` has adopted what it can
             return
-        if self._awaits and self._entered and self._model.training:
+        if self._may_adopt and self._before_called and self._model.training:
             self._adopt()
-            self._awaits = False
+            self._may_adopt = False
 
     def _adopt(self) -> None:
-        """The step starts from the buffers as they are now."""
-        places = [*zip(self._written, self._first_marks), *zip(self._quiet, self._marks)]
-        changed = [place for place, mark in places if place.differs(mark)]
-        changed += [place for layer in self._layers for place in layer.changed]
+        """Start the step from the buffers as they are now, and digest what was changed."""
+        marked = [*zip(self._written, self._first_marks), *zip(self._unwritten, self._marks)]
+        changed = [slot for slot, mark in marked if slot.differs(mark)]
+        changed += [slot for layer in self._layers for slot in layer.changed]
         self._changed = _digest(changed, self._changed)
         self._remember()
 
     def _remember(self) -> None:
         for layer in self._layers:
             layer.remember()
-        self._first = [place.tensor.clone() for place in self._written]
-        self._first_marks = [place.mark for place in self._written]
-        self._marks = [place.mark for place in self._quiet]
+        self._first = [slot.tensor.clone() for slot in self._written]
+        self._first_marks = [slot.mark for slot in self._written]
+        self._marks = [slot.mark for slot in self._unwritten]
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for layer in self._layers:
-            layer.put_back()
-        for place, first in zip(self._written, self._first):
-            place.tensor.copy_(first)
+            layer.restore()
+        for slot, first in zip(self._written, self._first):
+            slot.tensor.copy_(first)
 
-    def _learn_who_writes(self) -> None:
-        changed = [place.differs(mark) for place, mark in zip(self._quiet, self._marks)]
-        self._written = [place for place, c in zip(self._quiet, changed) if c]
-        self._first = [first for first, c in zip(self._probe, changed) if c]
-        # Others may write to a parameter later: it may be trained by then.
-        self._quiet = [p for p, c in zip(self._quiet, changed) if not c and not isinstance(p.tensor, nn.Parameter)]
-        self._marks = [place.mark for place in self._quiet]
-        self._probe, self._probing = [], False
+    def _find_written(self) -> None:
+        changed = [slot.differs(mark) for slot, mark in zip(self._unwritten, self._marks)]
+        self._written = [slot for slot, c in zip(self._unwritten, changed) if c]
+        self._first = [first for first, c in zip(self._probed_values, changed) if c]
+        # A parameter may become trainable and be written by the optimizer later: it is not watched.
+        self._unwritten = [
+            p for p, c in zip(self._unwritten, changed) if not c and not isinstance(p.tensor, nn.Parameter)
+        ]
+        self._marks = [slot.mark for slot in self._unwritten]
+        self._probed_values, self._probing = [], False
 
 
 @dataclass(frozen=True)
 class _BufferSlot:
-    """Where a buffer lives; its module may put another tensor there."""
+    """The attribute of a module that holds a buffer; the module may assign another tensor to it."""
 
     name: str
     module: nn.Module
@@ -281,69 +287,70 @@ class _BufferSlot:
 
 
 class _Layer:
-    """A normalisation layer with running statistics."""
+    """A normalization layer with running statistics."""
 
     def __init__(self, name: str, module: _NormBase) -> None:
         self.name, self.module = name, module
         keys = [
             key for key in ("running_mean", "running_var", "num_batches_tracked") if getattr(module, key) is not None
         ]
-        self._places = [_BufferSlot(f"{name}.{key}".lstrip("."), module, key) for key in keys]
+        self._slots = [_BufferSlot(f"{name}.{key}".lstrip("."), module, key) for key in keys]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Mean, variance, and the number of visits where the layer counts them."""
-        return [place.tensor for place in self._places]
+        """Mean, variance, and the number of calls where the layer counts them."""
+        return [slot.tensor for slot in self._slots]
 
     @property
     def changed(self) -> list[_BufferSlot]:
-        """Those that were written since `remember`; what the layer's own forward pass writes does not count in all."""
-        return [place for place, mark in zip(self._places, self._marks) if place.differs(mark)]
+        """Those written since `remember`; not all writes of the layer's own forward pass are seen."""
+        return [slot for slot, mark in zip(self._slots, self._marks) if slot.differs(mark)]
 
     def remember(self) -> None:
         self._first = [buffer.clone() for buffer in self.buffers]
-        self._marks = [place.mark for place in self._places]
+        self._marks = [slot.mark for slot in self._slots]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for buffer, first in zip(self.buffers, self._first):
-            # A pipeline's earlier micro-batches wait for backward, which would take offence, and does not use them.
+            # `.data`, else autograd would reject the write: earlier micro-batches of a pipeline still await backward,
+            # which does not use these buffers.
             buffer.data.copy_(first)
 
     def fold(self, table: Tensor, at: int) -> int:
-        """Fold columns from `at` on of ``table[micro_batch]``; returns where the next layer's begin."""
+        """Fold the columns of ``table[micro_batch]`` from `at` on; returns where those of the next layer begin."""
         first = _flat(self._first).cpu()
         features, folded = 2 * self._first[0].numel(), first
         for row in table[:, at : at + first.numel()]:
-            folded = self._stepped(folded, row, first, features)
+            folded = self._updated(folded, row, first, features)
         sizes = [buffer.numel() for buffer in self._first]
         for buffer, value in zip(self.buffers, folded.split(sizes)):
             buffer.copy_(value.view_as(buffer))
         return at + first.numel()
 
-    def _stepped(self, state: Tensor, row: Tensor, first: Tensor, features: int) -> Tensor:
-        """`state` after the visits that turned `first` into `row`. A moving average is affine in where it starts."""
-        if torch.equal(row, first):  # the layer was not visited, or does not learn at present
+    def _updated(self, state: Tensor, row: Tensor, first: Tensor, features: int) -> Tensor:
+        """`state` after the calls that turned `first` into `row`. A moving average is affine in its start value."""
+        if torch.equal(row, first):  # the layer was not called, or is in evaluation mode
             return state
-        visits = float((row - first)[features:].sum())  # 0 where the layer does not count (instance normalisation)
-        if visits < 0:
+        calls = float((row - first)[features:].sum())  # 0 where the layer does not count (instance normalization)
+        if calls < 0:
             raise UnisonoError(
                 f"the running statistics of {self.name or 'the model'} were set back during a step: change them "
                 "between optimizer.step() and the next forward pass"
             )
         if self.module.momentum is None:
             before, now = float(first[features]), float(state[features])
-            stepped = (row * (before + visits) - first * before + state * now) / (now + visits)
+            updated = (row * (before + calls) - first * before + state * now) / (now + calls)
         else:
-            stepped = row + (1 - self.module.momentum) ** (visits or 1.0) * (state - first)
-        stepped[features:] = state[features:] + visits
-        return stepped
+            updated = row + (1 - self.module.momentum) ** (calls or 1.0) * (state - first)
+        updated[features:] = state[features:] + calls
+        return updated
 
 
-def _digest(places: Iterable[_BufferSlot], start: int) -> int:
-    """Of names and values; `start` where there is none. It fits into a float64."""
-    for place in places:
-        values = place.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        start = zlib.crc32(values.numpy().tobytes(), zlib.crc32(place.name.encode(), start))
+def _digest(slots: Iterable[_BufferSlot], start: int) -> int:
+    """Digest of names and values; `start` where there are none. A float64 holds it exactly."""
+    for slot in slots:
+        values = slot.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        start = zlib.crc32(values.numpy().tobytes(), zlib.crc32(slot.name.encode(), start))
     return start
 
 
@@ -359,5 +366,5 @@ def _folded(first: Tensor, rows: Tensor) -> Tensor:
         return (first.reshape(-1).double() + (rows - first.reshape(-1).double()).sum(0)).view_as(first)
     mean = rows[0]
     for m, row in enumerate(rows[1:], start=2):
-        mean = mean + (row - mean) / m  # a buffer that is the same in all rows comes out as it is, bit for bit
+        mean = mean + (row - mean) / m  # a buffer that is equal in all rows keeps its bits
     return mean.view_as(first)

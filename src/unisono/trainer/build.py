@@ -44,15 +44,16 @@ def build_trainer(context: RunContext, runner: Callable[..., MicroBatchRunner] =
     with contextlib.ExitStack() as undo:  # a worker may be lost while channels are opened; the model is bound again
         undo.callback(replica.unhook)
         context.checkpointer.bind(replica)
-        check_combination(config, feed.plan, feed.places, context.device, synchronous=replica.synchronous)
+        check_combination(config, feed.plan, feed.mesh, context.device, synchronous=replica.synchronous)
         functions, runner = _compute(context, runner)
         evaluation = EvaluationSchedule(_evaluator(context, functions), replica, context)
         loader = feed.loader(context.state.progress.steps)
         validator = StepValidator(
             replica, context.checkpointer, context.record, context.groups.world, samples=feed.plan.indices,
-            flawed=loader.nonfinite_samples, worker_of=feed.shares.worker_of, name_of=session.worker_name,
+            nonfinite_samples=loader.nonfinite_samples, worker_of=feed.shares.worker_of,
+            worker_name=session.worker_name,
             clips=config.clip is not None, compare_replicas_every=config.compare_replicas_every,
-            places=feed.places.alike)  # fmt: skip
+            counterparts=feed.mesh.alike)  # fmt: skip
         trainer = Trainer(
             context, replica, loader, runner(functions, replica, session, context.tracker), validator,
             _load_balancer(context, replica, loader), evaluation)  # fmt: skip
@@ -96,13 +97,13 @@ def _compute(
 def _evaluator(context: RunContext, functions: MicroBatchFunctions) -> Evaluator | None:
     if context.task.evaluate is None:
         return None
-    places, world = context.feed.places, context.groups.world
+    places, world = context.feed.mesh, context.groups.world
     here = places.of(world.rank)
     task = dataclasses.replace(context.task, loss=functions.loss)
-    speaks = not any(getattr(here, axis) for axis in AXES if axis != "pipeline")
+    contributes = not any(getattr(here, axis) for axis in AXES if axis != "pipeline")
     return Evaluator(
         task, world.channel("evaluation"), functions.forward, functions.to_device, here.replica, places.replicas,
-        speaks)  # fmt: skip
+        contributes)  # fmt: skip
 
 
 def _load_balancer(context: RunContext, replica: Replica, loader: Loader) -> LoadBalancer:

@@ -22,7 +22,7 @@ from unisono.trainer.compatibility import check_fit, check_trainable
 from unisono.trainer.optimizer import build_optimizer, prefer_fused
 from unisono.trainer.optimizer_coupling import needs_wholes
 from unisono.trainer.sync_batchnorm import synchronize_batchnorm
-from unisono.trainer.whole_tensor_optimizers import Wholes
+from unisono.trainer.whole_tensor_optimizers import WholeTensorOptimizer
 
 
 def build_model(
@@ -68,7 +68,7 @@ def build_model(
 
 def _wholes(
     task: Task, config: Config, held: LocalModel, device: torch.device, mesh: Any, inside: Communicator
-) -> Wholes | None:
+) -> WholeTensorOptimizer | None:
     """Collective among the workers of a replica: steps whole tensors, where the optimizer cannot step shards."""
     mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
     dims = {dim for text in gather_text(inside, mine) for dim in json.loads(text)}
@@ -78,7 +78,7 @@ def _wholes(
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *SHARDING_AXES)]
     lane = inside.channel("whole tensors")
-    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
+    return WholeTensorOptimizer(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
 
 
 def compiled_whole(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""The data of one worker: the plan of micro-batches, this worker's share of them, and their loader."""
+"""Provides the data of one worker: the plan of micro-batches, its share of them, and their loader."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ LOG = logging.getLogger("unisono")
 
 
 class DataFeed:
-    """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`.
+    """The plan of micro-batches, and the loader of worker `rank` of `size`.
 
     Args:
+        stack: closes the loaders.
         notice: see `Loader`.
+
+    Attributes:
+        plan: which samples the micro-batches have.
+        mesh: the positions of all ranks in the layout.
+        mine: this worker's micro-batches in the first steps.
+        shares: the allocation of micro-batches to workers.
+        steps: of the run.
+        left_out: the part of the data that the steps leave out, in words; empty where the user set `steps`.
 
     Raises:
         InvalidInput: as `MicroBatchPlan`, `assign` and `RankMesh`.
@@ -41,19 +50,19 @@ class DataFeed:
         self.dataset = build_dataset(task.data)
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
-        self.places = RankMesh(config.layout, size)
-        self.places.check_micro_batches(self.plan.micro_batches)
-        ranges = assign(self.plan.micro_batches, [1.0] * self.places.data_parallel_size)
-        self.mine = ranges[self.places.data_parallel_rank(rank)]  # of the first steps
-        speakers = {self.places.data_parallel_rank(rank): rank for rank in reversed(range(size))}
-        who = [speakers[lane] for lane in range(len(ranges))]
-        self.shares = MicroBatchAllocation(ranges, self.places.data_parallel_rank(rank), who, most_ahead(config.load))
+        self.mesh = RankMesh(config.layout, size)
+        self.mesh.check_micro_batches(self.plan.micro_batches)
+        ranges = assign(self.plan.micro_batches, [1.0] * self.mesh.data_parallel_size)
+        self.mine = ranges[self.mesh.data_parallel_rank(rank)]
+        first_ranks = {self.mesh.data_parallel_rank(rank): rank for rank in reversed(range(size))}
+        workers = [first_ranks[index] for index in range(len(ranges))]
+        self.shares = MicroBatchAllocation(ranges, self.mesh.data_parallel_rank(rank), workers, most_ahead(config.load))
         epochs = config.epochs or 1.0
         self.steps = config.steps or self.plan.steps_in(epochs)
-        self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
+        self.left_out = "" if config.steps else self.plan.left_out(epochs)
 
     def sample(self) -> Sample:
-        """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""
+        """The first two samples, or a micro-batch's where a pipeline measures it; random states stay unchanged."""
         count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
         assert count is not None
         with torch.random.fork_rng(devices=[]):
@@ -62,15 +71,15 @@ class DataFeed:
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
     def micro_batch(self) -> Batch:
-        """As many of the dataset's first samples as a micro-batch has; no random stream moves."""
+        """The dataset's first samples, as one micro-batch; random states stay unchanged."""
         with torch.random.fork_rng(devices=[]):
-            many = getattr(self.dataset, "__getitems__", None)
+            get_items = getattr(self.dataset, "__getitems__", None)
             first = list(range(self.plan.micro_batch))
-            samples = many(first) if many else [self.dataset[i] for i in first]
+            samples = get_items(first) if get_items else [self.dataset[i] for i in first]
         return (self.task.collate or default_collate)(samples)
 
     def loader(self, first_step: int) -> Loader:
-        """Loads this worker's micro-batches from `first_step` on."""
+        """A loader of this worker's micro-batches from `first_step` on."""
         loader = Loader(
             self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
             range(first_step, self.steps), self._notice)  # fmt: skip

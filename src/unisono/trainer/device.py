@@ -1,4 +1,4 @@
-"""The device that a worker trains on, and the processors that it uses."""
+"""Chooses the device that a worker trains on, and the number of its threads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unisono.errors import InvalidInput
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of a worker: its own GPU where there are GPUs and nobody asked for the CPU.
+    """The device of a worker: a GPU for it alone, or the CPU if `wanted` or if there are too few GPUs.
 
     Raises:
-        InvalidInput: ``cuda`` is wanted and there is none, or fewer than workers on this host.
+        InvalidInput: `wanted` is ``cuda``, and this host has no GPU for this worker.
     """
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and count <= local_rank:
@@ -26,5 +26,5 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def fair_threads(local_size: int) -> int:
-    """The cores that this process may use, shared among the workers of this host; at least 1."""
+    """Threads per worker: the cores that this process may use, divided among the workers of this host; at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // local_size)

@@ -1,4 +1,4 @@
-"""Notices that all workers of a loop compute the same inputs, where each should have its own part of the data."""
+"""Detects that all workers of a loop compute the same inputs, where each should have a part of the data."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ from unisono.trainer.model_hooks import Attached
 
 LOG = logging.getLogger("unisono")
 _PASSES = 3
-_MOST_WORKERS, _MOST_TENSORS, _MOST_NUMBERS = 8, 8, 1 << 14
+_MAX_WORKERS, _MAX_TENSORS, _MAX_NUMBERS = 8, 8, 1 << 14
 
 
 class SameInputs:
-    """Compares, once, the inputs of the first `_PASSES` forward passes in training between the first `_MOST_WORKERS`
-    workers; worker 0 logs a warning if all are the same.
+    """Compares the inputs of workers once, and warns on worker 0 if all are equal.
 
-    The digests travel in the control word of a step, so they cost no message.
+    It digests the first `_PASSES` forward passes in training, on the first `_MAX_WORKERS` workers. The digests travel
+    in the control word of a step, so they need no message.
 
     Args:
-        model: whose forward passes are looked at.
-        rank, size: of this worker, and the number of all.
+        model: whose inputs are compared.
+        rank, size: the rank of this worker, and the number of workers.
 
     Attributes:
-        words: how many numbers the control word has for it.
+        words: the count of numbers that the control word has for it.
     """
 
     def __init__(self, model: nn.Module, rank: int, size: int) -> None:
-        self._rank, self.words = rank, min(size, _MOST_WORKERS)
-        self._seen, self._left, self._heard = xxh3_64(), _PASSES, rank >= self.words
-        takes_hooks = not (isinstance(model, jit.ScriptModule) or self._heard)
-        self._hook = model.register_forward_pre_hook(Attached(self._see), with_kwargs=True) if takes_hooks else None
+        self._rank, self.words = rank, min(size, _MAX_WORKERS)
+        self._digest, self._passes_left, self._done = xxh3_64(), _PASSES, rank >= self.words
+        needs_hook = not (isinstance(model, jit.ScriptModule) or self._done)
+        self._hook = (
+            model.register_forward_pre_hook(Attached(self._add_inputs), with_kwargs=True) if needs_hook else None
+        )
 
     def says(self) -> list[float]:
-        """This worker's digest in its place, 0 in all others; 0 there too before enough was seen."""
-        digest = 0.0 if self._left or self._heard else 1.0 + (self._seen.intdigest() >> 12)  # exact in a float64
+        """This worker's digest at its rank, and 0 at all others; 0 there too until enough passes were digested."""
+        silent = self._passes_left or self._done
+        digest = 0.0 if silent else 1.0 + (self._digest.intdigest() >> 12)  # exact in a float64
         return [digest if rank == self._rank else 0.0 for rank in range(self.words)]
 
     def hear(self, digests: Sequence[float]) -> None:
-        """What all workers said with a step."""
-        if self._heard or not all(digests):
+        """Compare the digests of all workers from one step's control word."""
+        if self._done or not all(digests):
             return
-        self._heard = True
+        self._done = True
         if self._rank == 0 and len(set(digests)) == 1:
             LOG.warning(
                 "workers 0 to %d computed the same inputs in their first %d forward passes: give each worker its own "
@@ -57,23 +60,23 @@ class SameInputs:
                 "rank=world.rank)", self.words - 1, _PASSES)  # fmt: skip
 
     def close(self) -> None:
-        """Look no more. May be called twice."""
+        """Remove the hook. May be called more than once."""
         if self._hook is not None:
             self._hook.remove()
 
-    def _see(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _add_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        found = list(islice(tensors((args, kwargs)), _MOST_TENSORS))
-        for tensor in found:
-            self._seen.update(_beginning(tensor))
-        if not found:  # nothing to compare
-            self._seen.update(str(self._rank).encode())
-        self._left -= 1
-        if not self._left:
+        inputs = list(islice(tensors((args, kwargs)), _MAX_TENSORS))
+        for tensor in inputs:
+            self._digest.update(_prefix_bytes(tensor))
+        if not inputs:  # no tensors to compare: make the digests differ
+            self._digest.update(str(self._rank).encode())
+        self._passes_left -= 1
+        if not self._passes_left:
             self.close()
 
 
-def _beginning(tensor: Tensor) -> bytes:
+def _prefix_bytes(tensor: Tensor) -> bytes:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return f"{tuple(tensor.shape)}".encode() + bytes(raw_bytes(dense.reshape(-1)[:_MOST_NUMBERS]))
+    return f"{tuple(tensor.shape)}".encode() + bytes(raw_bytes(dense.reshape(-1)[:_MAX_NUMBERS]))

@@ -1,4 +1,4 @@
-"""Measure a model on held-out data, split over the workers, with exact means."""
+"""Evaluates a model on held-out data, divided among the workers, with exact means."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from unisono.trainer.replica import Replica
 
 
 class Evaluator:
-    """Batches of fixed content are dealt out in turn; every worker folds everybody's sums in the batches' order, so
-    that a metric has the same bits on any number of workers.
+    """Evaluates batches of fixed content, which replicas take round-robin.
+
+    Every worker adds the sums of all workers in the order of batches, so a metric has the same bits on any number of
+    workers.
 
     Args:
-        comm: a lane of its own, of all workers.
-        forward: ``forward(model, batch)``; None where the output comes out on another worker of the replica.
-        replica, replicas: which one this worker belongs to, of how many; whose workers all go through its batches.
-        speaks: whether this worker's sums count, of those that have the same output.
+        comm: a channel for this alone, of all workers.
+        forward: ``forward(model, batch)``; it returns None if another worker of the replica has the output.
+        move: moves a batch to the device.
+        replica, replicas: the number of this worker's replica, and their count. All workers of a replica compute its
+            batches.
+        contributes: this worker's sums count; one of the workers with the same output contributes.
     """
 
     def __init__(
@@ -38,9 +42,9 @@ class Evaluator:
         move: Any,
         replica: int,
         replicas: int,
-        speaks: bool = True,
+        contributes: bool = True,
     ) -> None:
-        self._replica, self._replicas, self._speaks = replica, replicas, speaks
+        self._replica, self._replicas, self._contributes = replica, replicas, contributes
         given = task.evaluate
         self._evaluation = given if isinstance(given, Evaluation) else Evaluation(given)
         self._task, self._comm, self._forward, self._move = task, comm, forward, move
@@ -50,21 +54,21 @@ class Evaluator:
         self._metrics = {"loss": task.loss, **self._evaluation.metrics}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Metric names to means over the whole evaluation data. The model comes back in the mode it was in."""
+        """Collective: the mean of each metric over the whole evaluation data. The model's mode is restored."""
         size = self._evaluation.batch
         starts = range(0, len(self._data), size)
         table = torch.zeros(len(starts), len(self._metrics) + 1, dtype=torch.float64)
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:
-            with torch.no_grad():  # sharded parameters that are first gathered in inference mode could not be trained
+            with torch.no_grad():  # not inference_mode: sharded parameters first gathered in it cannot be trained
                 for i in range(self._replica, len(starts), self._replicas):
                     batch = self._fetch(starts[i], min(starts[i] + size, len(self._data)))
                     output = self._forward(model, batch)
-                    if output is not None and self._speaks:
+                    if output is not None and self._contributes:
                         table[i] = self._measure(output, batch)
         finally:
-            for module in training:  # some layers may have been in evaluation mode all along
+            for module in training:  # some layers may have been in evaluation mode before
                 module.training = True
         rows = self._comm.sum(table.view(-1)).wait().view(table.shape).tolist()
         total = math.fsum(row[-1] for row in rows)
@@ -72,9 +76,9 @@ class Evaluator:
 
     def _fetch(self, start: int, stop: int) -> Batch:
         collate = self._task.collate or default_collate
-        many = getattr(self._data, "__getitems__", None)
+        get_items = getattr(self._data, "__getitems__", None)
         indices = list(range(start, stop))
-        return self._move(collate(many(indices) if many else [self._data[i] for i in indices]))
+        return self._move(collate(get_items(indices) if get_items else [self._data[i] for i in indices]))
 
     def _measure(self, output: Any, batch: Batch) -> Tensor:
         """One row: weighted metrics, then the weight."""
@@ -84,14 +88,13 @@ class Evaluator:
 
 
 class EvaluationSchedule:
-    """When the averaged weights are evaluated, and what came out.
+    """Evaluates the averaged weights when they are due, and keeps the result.
 
     Args:
-        evaluator: None evaluates nothing.
-        every: steps between two evaluations; 0 evaluates after the last step only.
-        steps: of the run.
+        evaluator: None: no evaluation.
 
     Attributes:
+        every: steps between two evaluations; 0: after the last step only.
         metrics: of the last evaluation.
         seconds: spent on evaluations so far.
     """
@@ -105,11 +108,11 @@ class EvaluationSchedule:
         self._evaluated = 0
 
     def begin(self, done: int) -> None:
-        """Training begins with `done` steps: what was due before is not made up for."""
+        """Training begins after `done` steps: evaluations that were due before are not repeated."""
         self._evaluated = done
 
     def run_if_due(self, done: int) -> None:
-        """Collective: evaluate if it became due since the last evaluation. After the last step, `run` is called."""
+        """Collective: evaluate if due since the last evaluation, except after the last step: then call `run`."""
         if self.every and done < self._steps and done // self.every > self._evaluated // self.every:
             self.run(done)
 
@@ -127,13 +130,12 @@ class EvaluationSchedule:
 
 
 def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:
-    """``model -> batch -> output`` as `task` wants its model called."""
-
+    """A function of model and batch that calls the model as `task` defines."""
     return within(autocast, lambda model, batch: call_model(model, task.inputs(batch)))
 
 
 def within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called inside ``context()``; in mixed precision torch wants the loss there too."""
+    """`function`, called inside ``context()``; in mixed precision torch expects the loss inside it too."""
 
     def run(*arguments: Any) -> Any:
         with context():

@@ -1,16 +1,15 @@
-"""Asks for the weights of each module right before its forward pass, so that the first ones can begin while the others
-are still on their way.
+"""Waits for the weights of each module right before its forward pass, while later ones are still in flight.
 
-Jayarajan et al. 2019, "Priority-based parameter propagation for distributed DNN training": what the forward pass needs
-first travels first, and is all that its beginning waits for.
+Jayarajan et al. 2019, "Priority-based parameter propagation for distributed DNN training": the weights that the forward
+pass needs first are sent first, and the first modules wait for no others.
 
-    apply ─► enter ─► embed: wait for its weights ─► layer 1: for its ─► ... ─► backward
-                                                       └ and for those that it was seen to use without calling their
-                                                         module, as nn.MultiheadAttention does with its out_proj
+    apply ─► enter ─► embed: wait for its weights ─► layer 1: wait for its weights ─► ... ─► backward
+                                                       └ and for those that it used in the first step without calling
+                                                         their module, as nn.MultiheadAttention does with its out_proj
 
-A weight is asked for by the modules that own it. Some are also used by others before: that is found out in the first
-step, for which nothing is on its way, by looking at what torch functions are called with. What changes its ways later
-and uses a weight that nobody has asked for is refused when the gradient comes.
+The modules that own a weight request it. Other modules may use it before: the first step, in which no weights are in
+flight, finds these by recording the arguments of torch functions. If a later step uses a weight that no module has
+requested, its gradient raises an error.
 """
 
 from __future__ import annotations
@@ -31,94 +30,94 @@ Need = Callable[[Collection[str] | None], None]
 
 
 class LazyParameters:
-    """Of one model, from its second step on; `close` leaves the model as it was.
+    """Requests the weights of one model module by module, from its second step on; `close` removes its hooks.
 
     Args:
-        names: of the parameters that may be on their way, by their ids.
+        names: of the parameters that may be in flight, by their ids.
         need: see `BoundSynchronizer.wait_parameters`.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], need: Need) -> None:
         self._names, self._need = names, need
-        self._asked: set[str] = set()
-        self._ahead: set[str] = set()  # asked for before any module begins
-        self._latest = self._ahead
-        self._watching: list[_ParameterUseMode] = []
-        self._watched = self._knows = False
+        self._requested: set[str] = set()
+        self._before_modules: set[str] = set()  # requested when the forward pass begins
+        self._current = self._before_modules
+        self._recording: list[_ParameterUseMode] = []
+        self._recorded = self._complete = False
         self._hooks: list[RemovableHandle] = []
         for module in model.modules():
             own = {names[id(p)] for p in module.parameters(recurse=False) if id(p) in names}
-            if own:  # before hooks that compute a weight from others
-                self._hooks += before_forward([module], partial(self._before, own), prepend=True)
-        self._watches = [
-            *before_forward([model], self._watch, prepend=True),
-            model.register_forward_hook(Attached(lambda *_: self._watch_no_more()), always_call=True),
+            if own:  # runs before hooks that compute a weight from others
+                self._hooks += before_forward([module], partial(self._request, own), prepend=True)
+        self._recording_hooks = [
+            *before_forward([model], self._start_recording, prepend=True),
+            model.register_forward_hook(Attached(lambda *_: self._stop_recording()), always_call=True),
         ]
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
-        """Whether all modules of `model` take hooks."""
+        """Whether all modules of `model` accept hooks."""
         return not any(isinstance(module, jit.ScriptModule) for module in model.modules())
 
     def applied(self) -> None:
-        """A step was taken."""
-        self._asked.clear()
-        if self._watched and not self._knows:
-            self._knows = True
-            _remove(self._watches)
-        self._need(() if self._knows else None)
+        """The optimizer's step was taken: new weights are in flight."""
+        self._requested.clear()
+        if self._recorded and not self._complete:
+            self._complete = True
+            _remove(self._recording_hooks)
+        self._need(() if self._complete else None)
 
     def enter(self) -> None:
         """A forward pass begins."""
-        self._before(self._ahead)
+        self._request(self._before_modules)
 
     def came(self, name: str) -> None:
-        """The gradient of parameter `name` has come.
+        """The gradient of parameter `name` was computed.
 
         Raises:
-            UnisonoError: nobody has asked for the parameter, so it may have been used before its weights were here.
+            UnisonoError: no module requested the parameter, so it may have been used before its new weights arrived.
         """
-        if name in self._asked:
+        if name in self._requested:
             return
-        if self._knows:
+        if self._complete:
             raise UnisonoError(
-                f"{name} has a gradient, but its module was not called: in the first step it was used otherwise or not "
-                "at all, so nobody has waited for its new weights. Call its module, or set overlap=False, which waits "
-                "for all weights before each step"
+                f"{name} has a gradient, but its module was not called: the first step used it in another way or not "
+                "at all, so no module has waited for its new weights. Call its module, or set overlap=False, which "
+                "waits for all weights before each step"
             )
-        self._ahead.add(name)
-        self._asked.add(name)
+        self._before_modules.add(name)
+        self._requested.add(name)
 
     def close(self) -> None:
-        """The model has no hooks any more."""
-        _remove([*self._hooks, *self._watches])
+        """Remove all hooks from the model."""
+        _remove([*self._hooks, *self._recording_hooks])
 
-    def _before(self, own: set[str]) -> None:
-        self._latest = own
-        if not own <= self._asked:
-            self._asked |= own
+    def _request(self, own: set[str]) -> None:
+        self._current = own
+        if not own <= self._requested:
+            self._requested |= own
             self._need(own)
 
-    # In the first step.
+    # The following methods run in the first step only.
 
-    def _watch(self) -> None:
-        self._watching.append(_ParameterUseMode(self._used))
-        self._watching[-1].__enter__()  # type: ignore[no-untyped-call]
+    def _start_recording(self) -> None:
+        self._recording.append(_ParameterUseMode(self._used))
+        self._recording[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def _watch_no_more(self) -> None:
-        self._watching.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._watched = True
+    def _stop_recording(self) -> None:
+        self._recording.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._recorded = True
 
     def _used(self, tensor: Tensor) -> None:
-        """Whoever began last also asks for what nobody has asked for until now."""
+        """Assign a parameter that was not requested yet to the module whose forward pass began last."""
         name = self._names.get(id(tensor))
-        if name is not None and name not in self._asked:
-            self._latest.add(name)
-            self._asked.add(name)
+        if name is not None and name not in self._requested:
+            self._current.add(name)
+            self._requested.add(name)
 
 
 class _ParameterUseMode(TorchFunctionMode):
-    """Calls ``see(tensor)`` with every tensor that a torch function is given, but to say what it is like."""
+    """Calls ``see(tensor)`` for every tensor argument of a torch function, except reads of its attributes."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Workers that are not alike: each says how long a micro-batch takes it, shares follow, and who lags far is named.
+"""Balances work between unequal workers by the time of each per micro-batch, and reports stragglers.
 
-What is measured is this worker's own time, with its data and without waiting for others; what is done about it is
-arithmetic, in `unisono.data.work_shares`, on numbers that all workers have heard alike.
+A worker measures its own time, including its data but without waiting for others. `unisono.data.work_shares` computes
+the shares from the times of all workers, which are the same numbers on each.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from enum import Enum
 from unisono.data import MicroBatchAllocation, PaceHistory, slowness
 from unisono.observe import Recorder
 
-SLOW = 3.0  # times as long as the others, and a worker is named
-UNEQUAL = 0.2  # of a step's time that other shares would save, and it is said that they could be had
+SLOW = 3.0  # a worker that takes this many times as long as the others is reported
+UNEQUAL = 0.2  # the fraction of a step's time that balancing must save to be suggested
 
 
 class RebalanceMode(Enum):
-    """Whether shares follow speeds."""
+    """Whether shares of the work follow the speeds of workers."""
 
     YES = "yes"
-    IF_ASKED = "if asked"  # they could, but the user would see it in the result, and has not asked for it
+    IF_ASKED = "if asked"  # they could, but it would change the rounding of the result, and the user has not set it
     NO = "no"
 
 
@@ -31,11 +31,11 @@ class WorkerClock:
     """Measures one worker's own time.
 
     Args:
-        now: seconds.
-        waited: seconds that this worker has waited for others while it computed, in all.
-        fetching: seconds that fetching its batches ahead has taken, in all. They are hidden while other workers are
-            slower, and would not be if this one had more batches.
-        synchronize: returns when what was queued on the device is computed.
+        now: the time in seconds.
+        waited: total seconds that this worker has waited for others during computation.
+        fetching: total seconds spent on prefetching its batches. They are hidden while other workers are slower, but
+            not if this one had more batches.
+        synchronize: waits for all work queued on the device.
     """
 
     now: Callable[[], float]
@@ -45,17 +45,17 @@ class WorkerClock:
 
 
 class LoadBalancer:
-    """One worker's part in balancing the load.
+    """Measures one worker, and adapts the shares of all workers to their speeds.
 
     Args:
         shares: the allocation of micro-batches to all workers.
         mode: whether it follows speeds.
-        worker_name: name of the worker with a rank.
-        remove_slower_than: a worker that takes so many times as long as the others is asked to leave.
+        worker_name: maps a rank to the worker's name.
+        remove_slower_than: a worker that takes this many times as long as the others is asked to leave.
 
     Attributes:
         pace: seconds per micro-batch of this worker in its last step; 0: not known yet.
-        asked_to_leave: ranks of workers that are too slow for the user, the same on all workers.
+        asked_to_leave: ranks of the workers that are slower than `remove_slower_than` allows, equal on all workers.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class LoadBalancer:
         self._clock, self._worker_name, self.remove_slower_than = clock, worker_name, remove_slower_than
         self.pace = 0.0
         self.asked_to_leave: frozenset[int] = frozenset()
-        self._stock = PaceHistory()
-        self._lagged: list[float] = []
-        self._named: set[int] = set()
-        self._hinted = False
+        self._history = PaceHistory()
+        self._slowness: list[float] = []
+        self._reported: set[int] = set()
+        self._suggested = False
 
     @property
-    def leave_asked(self) -> bool:
+    def leave_requested(self) -> bool:
         """Whether this worker is asked to leave."""
         return self.rank in self.asked_to_leave
 
     @contextmanager
     def measured(self, micro_batches: int) -> Iterator[None]:
-        """Inside, so many micro-batches are computed."""
+        """Measure the pace of the block, which computes `micro_batches` micro-batches."""
         began, fetched = self._clock.now() - self._clock.waited(), self._clock.fetching()
         yield
         self._clock.synchronize()
@@ -86,54 +86,53 @@ class LoadBalancer:
             max(self._clock.now() - self._clock.waited() - began, self._clock.fetching() - fetched) / micro_batches
         )
 
-    def hear(self, done: int, paces: Sequence[float]) -> None:
-        """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
+    def update(self, done: int, paces: Sequence[float]) -> None:
+        """After `done` steps: record the paces of all workers, sent in the last step and measured in the one before."""
         if done < self.shares.settled_from + 2:
             return
-        seconds = self._stock.add(paces, max(self.shares.counts)) if len(paces) > 1 else None
+        seconds = self._history.add(paces, max(self.shares.counts)) if len(paces) > 1 else None
         if seconds is not None:
-            self._take_stock(done, seconds)
+            self._evaluate(done, seconds)
 
-    def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
+    def _evaluate(self, done: int, seconds: Sequence[float]) -> None:
         if self.mode is RebalanceMode.YES and self.shares.rebalance(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
-        lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]
-        if self.mode is RebalanceMode.IF_ASKED and self._lagged and not self._hinted:
-            self._hint(done, seconds)
-        self._lagged = now
+        lasting = [min(before, after) for before, after in zip(self._slowness or [1.0] * len(now), now)]
+        if self.mode is RebalanceMode.IF_ASKED and self._slowness and not self._suggested:
+            self._suggest_balancing(done, seconds)
+        self._slowness = now
         for worker, times in enumerate(lasting):
-            self._judge(done, worker, times)
+            self._report_if_slow(done, worker, times)
 
-    def _judge(self, done: int, worker: int, times: float) -> None:
-        """`worker` takes so many times as long as the others, and did when stock was taken before."""
+    def _report_if_slow(self, done: int, worker: int, times: float) -> None:
+        """Report `worker` if it is slow; `times`: how many times as long as the others it takes, lastingly."""
         limit = self.remove_slower_than
         leaves = limit is not None and times > limit and worker not in self.asked_to_leave
-        if leaves or (times > SLOW and worker not in self._named):
-            self._named.add(worker)
-            words = (
-                f"worker {self._worker_name(worker)} takes {times:.1f} times as long for a micro-batch as the others"
-            )
-            self.record.event("slow worker", step=done, worker=self._worker_name(worker), times=times, removed=leaves,
-                              words=f"{words}; {self._done_about(worker, leaves)}")  # fmt: skip
+        if leaves or (times > SLOW and worker not in self._reported):
+            self._reported.add(worker)
+            name = self._worker_name(worker)
+            words = f"worker {name} takes {times:.1f} times as long for a micro-batch as the others"
+            self.record.event("slow worker", step=done, worker=name, times=times, removed=leaves,
+                              words=f"{words}; {self._consequence(worker, leaves)}")  # fmt: skip
         if leaves:
             self.asked_to_leave |= {worker}
 
-    def _done_about(self, worker: int, leaves: bool) -> str:
+    def _consequence(self, worker: int, leaves: bool) -> str:
         if leaves:
             return f"it is asked to leave, by remove_slower_than = {self.remove_slower_than:g}"
-        cure = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
+        advice = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
         if self.mode is not RebalanceMode.YES:
-            return cure
-        return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {cure}"
+            return advice
+        return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {advice}"
 
-    def _hint(self, done: int, seconds: Sequence[float]) -> None:
-        """Say once that shares could follow speeds."""
+    def _suggest_balancing(self, done: int, seconds: Sequence[float]) -> None:
+        """Report, once, how much time balancing would save."""
         saved = self.shares.could_save(seconds)
         if saved > UNEQUAL:
-            self._hinted = True
+            self._suggested = True
             words = (
-                f"workers are not alike: they take {', '.join(f'{each:.3g}' for each in seconds)} s for a micro-batch. "
+                f"workers are not equally fast: {', '.join(f'{each:.3g}' for each in seconds)} s for a micro-batch. "
                 f"With balance = on, steps would take {1 - saved:.0%} of their time; without Exact() the rounding of "
                 "sums then depends on measured speeds, and is not the same from run to run"
             )

@@ -203,8 +203,8 @@ class Trainer:
         if self.view_ending:  # a worker that leaves contributes its local steps
             self.replica.synchronize()
         self.validator.between(self.done)
-        self.load_balancer.hear(self.done, [word.pace for word in every])
-        if self.load_balancer.leave_asked:
+        self.load_balancer.update(self.done, [word.pace for word in every])
+        if self.load_balancer.leave_requested:
             self.session.leave()
 
     def commit_synchronized(self) -> None:

@@ -1,4 +1,4 @@
-"""A loop of the user's own writes its state down, and goes on from there: in the format of a run's checkpoints."""
+"""Saves and loads the state of a custom loop, in the format of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from unisono.trainer.checkpointing import EXTRA, Checkpointer
 from unisono.trainer.replica import Replica
 
 LOG = logging.getLogger("unisono")
-MARKER = ".{}.seen"  # of a name: a file by which workers find out whether they see the same directory
+MARKER = ".{}.seen"  # a file that shows whether workers see the same directory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What makes the steps of a loop what they are.
+    """What determines the steps of a loop.
 
     Args:
-        config: with the fields that a loop has.
-        samples: in the dataset; None where the loop loads data of its own.
+        config: its fields that apply to a loop.
+        samples: in the dataset; None if the user's code loads the data.
     """
 
     config: Config
@@ -50,26 +50,26 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What a checkpoint says beside the state itself.
+    """What a checkpoint contains beside the state itself.
 
     Args:
         meta: of its manifest.
-        residuals: this worker's error-feedback residuals.
+        residuals: of this worker's compressor, by parameter.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     residuals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check(self, plan: Plan) -> None:
-        """Raise `InvalidInput` if the steps of `plan` are not those that the checkpoint was taken in."""
+        """Raise `InvalidInput` if the checkpoint was saved under another plan than `plan`."""
         if not self.meta:
             return
         now, before = plan.config.mapping(), self.meta["config"]
         exact = isinstance(plan.config.compress, Exact)  # there the number of threads can change bits
         if name := first_difference(now, before, (*IDENTITY, "threads") if exact else IDENTITY):
-            raise _other(name, now.get(name), before.get(name))
+            raise _mismatch(name, now.get(name), before.get(name))
         if plan.samples != self.meta["samples"]:
-            raise _other("data", plan.samples, self.meta["samples"])
+            raise _mismatch("data", plan.samples, self.meta["samples"])
 
 
 class LoopCheckpoints:
@@ -116,63 +116,66 @@ class LoopCheckpoints:
 def save(
     comm: Communicator, directory: Path, keep: int, state: TrainingState, plan: Plan, replica: Replica | None
 ) -> Path | None:
-    """Collective, between two steps: write `state` down. Returns the checkpoint's directory when it lies on disk; None,
-    and a warning is logged, if it could not be written.
+    """Collective, between two steps: save `state`. Returns the checkpoint's directory once it is on disk.
+
+    If it cannot be written, logs a warning and returns None.
 
     Raises:
         CheckpointError: `directory` cannot be used.
-        PeerLost: a worker is gone, and nothing was written.
+        PeerLost: a worker was lost, and nothing was written.
     """
-    done, life = state.progress.steps, broadcast_text(comm, secrets.token_hex(8))
-    path, writers = same_directory(comm, str(checkpoints_directory(directory.absolute())), life)
+    done, attempt = state.progress.steps, broadcast_text(comm, secrets.token_hex(8))
+    path, writers = same_directory(comm, str(checkpoints_directory(directory.absolute())), attempt)
     meta = {
         "config": plan.config.mapping(),
         "samples": plan.samples,
         "optimizer": type(state.optimizer).__name__,
     }
-    kept = broadcast_tensors(comm, _extra(state).take())
-    with _writing(comm, path, writers, keep, life) as writer:
-        persistence = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, meta), writer, extra=kept)
+    extra = broadcast_tensors(comm, _extra(state).take())
+    with _writing(comm, path, writers, keep, attempt) as writer:
+        checkpointer = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, meta), writer, extra=extra)
         if replica is not None:
-            persistence.bind(replica)
-        persistence.finish(done)
-    return path / step_name(done) if persistence.committed == done else None
+            checkpointer.bind(replica)
+        checkpointer.finish(done)
+    return path / step_name(done) if checkpointer.committed == done else None
 
 
 def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) -> Recalled:
-    """Collective, before the first step: `state` is that of the newest sound checkpoint in `directory`, where there is
-    one, on all workers.
+    """Collective, before the first step: load the newest intact checkpoint in `directory`, if any, on all workers.
 
     Raises:
-        InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are kept.
-        CheckpointDamaged: there are checkpoints, and not one is sound.
+        InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other registered states.
+        CheckpointDamaged: there are checkpoints, and none is intact.
     """
-    found = newest(checkpoints_directory(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
-    if comm.rank == 0 and found is None:
+    opened = newest(checkpoints_directory(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
+    if comm.rank == 0 and opened is None:
         LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
-    persistence = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, {"config": plan.config.mapping()}))
-    meta = json.loads(broadcast_text(comm, json.dumps(_told_by(found))))
+    checkpointer = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, {"config": plan.config.mapping()}))
+    meta = json.loads(broadcast_text(comm, json.dumps(_meta_of(opened))))
     _check(meta, state, plan)
     try:
-        steps = persistence.resume(found)
+        steps = checkpointer.resume(opened)
     except CheckpointMismatch as error:
         raise InvalidInput("model", type(state.model).__name__, f"the checkpoint is of another one: {error}",
                            "build the model that was saved") from error  # fmt: skip
-    kept = broadcast_tensors(comm, _kept(found))
-    if kept:
-        _extra(state).give(kept, "the checkpoint holds", "register the same by world.register_state, before world.load")
-    state.progress = Progress(steps, shared=persistence.restored.shared)
-    return Recalled(meta, persistence.restored.residuals)
+    extra = broadcast_tensors(comm, _extra_tensors(opened))
+    if extra:
+        _extra(state).give(
+            extra, "the checkpoint holds", "register the same by world.register_state, before world.load"
+        )
+    state.progress = Progress(steps, shared=checkpointer.restored.shared)
+    return Recalled(meta, checkpointer.restored.residuals)
 
 
 def same_directory(comm: Communicator, path: str, mark: str) -> tuple[Path, tuple[int, ...]]:
-    """Collective: the directory that is at `path` for worker 0, and the workers that see it there, in order; others may
-    be on hosts without it.
+    """Collective: the directory at `path` on worker 0, and the ranks that see the same directory, in order.
+
+    Other workers may be on hosts without it.
 
     Args:
-        mark: of letters and digits, of its own.
+        mark: a unique name of letters and digits.
     """
-    with contextlib.suppress(OSError):  # then worker 0 writes alone, or says what is wrong
+    with contextlib.suppress(OSError):  # then worker 0 writes alone, or raises the problem later
         if comm.rank == 0:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
             Path(path, MARKER.format(mark)).touch(mode=0o600)
@@ -186,14 +189,16 @@ def same_directory(comm: Communicator, path: str, mark: str) -> tuple[Path, tupl
 
 @contextlib.contextmanager
 def _writing(
-    comm: Communicator, path: Path, writers: Sequence[int], keep: int, life: str
+    comm: Communicator, path: Path, writers: Sequence[int], keep: int, attempt: str
 ) -> Iterator[Writer | None]:  # fmt: skip
-    """This worker's hand in a checkpoint, if it is one of the `writers`. Collective, so that all raise alike, and that
-    nobody writes before worker 0 has cleared away what earlier lives left."""
+    """Collective: a writer on each of the ranks `writers`, None on others.
+
+    All ranks raise the same error, and none writes before worker 0 has removed what earlier attempts left.
+    """
     writer, problem = None, ""
     if comm.rank in writers:
         try:
-            writer = Writer(path, writers.index(comm.rank), len(writers), keep, _told, life)
+            writer = Writer(path, writers.index(comm.rank), len(writers), keep, _log, attempt)
         except CheckpointError as error:
             problem = str(error)
     try:
@@ -206,18 +211,18 @@ def _writing(
             writer.close()
 
 
-def _told(event: Event) -> None:
+def _log(event: Event) -> None:
     (LOG.warning if event.kind == "failed" else LOG.info)(event.words)
 
 
-def _told_by(found: OpenedCheckpoint | None) -> Mapping[str, Any]:
-    return history(found) if found is not None else {}
+def _meta_of(opened: OpenedCheckpoint | None) -> Mapping[str, Any]:
+    return history(opened) if opened is not None else {}
 
 
-def _kept(found: OpenedCheckpoint | None) -> dict[str, Tensor]:
-    if found is None:
+def _extra_tensors(opened: OpenedCheckpoint | None) -> dict[str, Tensor]:
+    if opened is None:
         return {}
-    return {name.removeprefix(EXTRA): found.read(name) for name in found.specs if name.startswith(EXTRA)}
+    return {name.removeprefix(EXTRA): opened.read(name) for name in opened.specs if name.startswith(EXTRA)}
 
 
 def _extra(state: TrainingState) -> ExtraState:
@@ -226,16 +231,16 @@ def _extra(state: TrainingState) -> ExtraState:
 
 
 def _check(meta: Mapping[str, Any], state: TrainingState, plan: Plan) -> None:
-    """Raise `InvalidInput` where the state could not go on from a checkpoint that says `meta` of itself."""
+    """Raise `InvalidInput` if the state cannot continue from a checkpoint with this `meta`."""
     if not meta:
         return
-    kind, compress = type(state.optimizer).__name__, plan.config.mapping()["compress"]
-    if kind != meta["optimizer"]:
-        raise _other("optimizer", kind, meta["optimizer"])
+    name, compress = type(state.optimizer).__name__, plan.config.mapping()["compress"]
+    if name != meta["optimizer"]:
+        raise _mismatch("optimizer", name, meta["optimizer"])
     if compress != meta["config"]["compress"]:
-        raise _other("compress", compress, meta["config"]["compress"])
+        raise _mismatch("compress", compress, meta["config"]["compress"])
 
 
-def _other(name: str, now: Any, before: Any) -> InvalidInput:
+def _mismatch(name: str, now: Any, before: Any) -> InvalidInput:
     return InvalidInput(name, now, f"the checkpoint was saved with {before}", "give what it was saved with, or start "
                         "without world.load")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Batch normalisation over the workers' concurrent micro-batches, on any device (torch's own works on GPUs only)."""
+"""Batch normalization over the concurrent micro-batches of all workers, on any device (torch's: GPUs only)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from unisono.errors import UnisonoError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalises ``[samples, features, ...]`` by the mean and variance over all workers' micro-batches.
+    """Normalizes ``[samples, features, ...]`` by the mean and variance over the micro-batches of all workers.
 
-    Ioffe & Szegedy 2015, algorithm 1, over the union of the batches; workers' means and sums of squares are merged in
-    the order of ranks (Chan et al. 1979, eq. 2.1), which does not cancel as the mean of squares would. All workers then
-    hold the same running statistics. Each must call the same layers in the same order.
+    Collective in training: all workers must call the same layers in the same order. Ioffe & Szegedy 2015, algorithm 1,
+    over the union of the batches. Means and sums of squares are merged in the order of ranks (Chan et al. 1979,
+    eq. 2.1), without the cancellation of a mean of squares. The running statistics are equal on all workers.
 
     Attributes:
-        names: of all such layers of the model; this one's is at `number`.
+        comm: of the workers.
+        names: of all such layers of the model.
+        number: the index of this layer in `names`.
     """
 
     comm: Communicator
@@ -31,18 +33,18 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"SyncBatchNorm wants [samples, features, ...], not {tuple(input.shape)}")
+            raise ValueError(f"SyncBatchNorm expects [samples, features, ...], not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised `input`, of its shape; updates the running statistics in training.
+        """Normalize `input`; updates the running statistics in training. The output has the shape of `input`.
 
         Raises:
-            UnisonoError: another worker calls another layer.
+            UnisonoError: workers call different layers.
         """
         if not self.training or self.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.comm, self.number, self.names
         )
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
@@ -56,13 +58,13 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batchnorm(model: nn.Module, comm: Communicator) -> nn.Module:
-    """`model` with every BatchNorm layer in it replaced by a `SyncBatchNorm` that holds the same tensors."""
+    """`model` with every BatchNorm layer replaced by a `SyncBatchNorm` with the same tensors."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    made = {id(m): _synchronized(m, comm, tuple(layers), i) for i, m in enumerate(layers.values())}
+    replacements = {id(m): _synchronized(m, comm, tuple(layers), i) for i, m in enumerate(layers.values())}
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # a layer that is used twice is here twice
-            parent._modules[name] = made.get(id(child), child)
-    return made.get(id(model), model)
+        for name, child in parent._modules.items():  # a layer can have several parents
+            parent._modules[name] = replacements.get(id(child), child)
+    return replacements.get(id(model), model)
 
 
 def _synchronized(layer: _BatchNorm, comm: Communicator, names: Sequence[str], number: int) -> SyncBatchNorm:
@@ -74,7 +76,7 @@ def _synchronized(layer: _BatchNorm, comm: Communicator, names: Sequence[str], n
     return new
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,25 +88,32 @@ class _Normalise(torch.autograd.Function):
         number: int,
         names: Sequence[str],
     ) -> tuple[Tensor, Tensor, Tensor, float]:
-        features, over = x.shape[1], [0, *range(2, x.dim())]
+        features, dims = x.shape[1], [0, *range(2, x.dim())]
         shape = [1, features] + [1] * (x.dim() - 2)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        near, n = wide.mean(over), x.numel() // features
-        centred = wide - near.view(shape)
-        # What `near` was rounded by; beside a mean that is large for the deviations it would not be small.
-        rest = centred.mean(over).double()
-        squares = centred.square().sum(over).double() - n * rest.square()
-        mine = torch.cat([rest.new_tensor([float(number)]), near + rest, squares, rest.new_tensor([float(n)])])
-        rows = comm.gather(mine).wait()
-        _check_alike(rows[:, 0].tolist(), names)
+        promoted = x.to(torch.promote_types(x.dtype, torch.float32))
+        rough_mean, n = promoted.mean(dims), x.numel() // features
+        centered = promoted - rough_mean.view(shape)
+        # The rounding error of `rough_mean`, which is not small where the mean is large beside the deviations.
+        correction = centered.mean(dims).double()
+        squares = centered.square().sum(dims).double() - n * correction.square()
+        statistics = torch.cat(
+            [
+                correction.new_tensor([float(number)]),
+                rough_mean + correction,
+                squares,
+                correction.new_tensor([float(n)]),
+            ]
+        )
+        rows = comm.gather(statistics).wait()
+        _check_same_layer(rows[:, 0].tolist(), names)
         mean, squares, count = _merge(rows[:, 1:], features)
         variance = squares / count
-        inverse = torch.rsqrt(variance + eps).to(wide.dtype)
-        normal = centred.sub_((mean - near).to(wide.dtype).view(shape)).mul_(inverse.view(shape))
+        inverse = torch.rsqrt(variance + eps).to(promoted.dtype)
+        normal = centered.sub_((mean - rough_mean).to(promoted.dtype).view(shape)).mul_(inverse.view(shape))
         output = normal if weight is None else normal * weight.view(shape)
         output = output if bias is None else output + bias.view(shape)
         ctx.save_for_backward(normal, inverse, weight)
-        ctx.comm, ctx.count, ctx.over, ctx.shape, ctx.affine = comm, count, over, shape, bias is not None
+        ctx.comm, ctx.count, ctx.dims, ctx.shape, ctx.affine = comm, count, dims, shape, bias is not None
         ctx.mark_non_differentiable(mean, variance)
         return output.to(x.dtype), mean, variance, count
 
@@ -112,25 +121,25 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normal, inverse, weight = ctx.saved_tensors
         g = gradient.to(normal.dtype)
-        of_bias, of_weight = g.sum(ctx.over), (g * normal).sum(ctx.over)
-        sums = ctx.comm.sum(torch.cat([of_bias, of_weight])).wait() / ctx.count
-        of_mean, of_scale = (half.view(ctx.shape) for half in sums.chunk(2))
+        bias_gradient, weight_gradient = g.sum(ctx.dims), (g * normal).sum(ctx.dims)
+        sums = ctx.comm.sum(torch.cat([bias_gradient, weight_gradient])).wait() / ctx.count
+        mean_term, scale_term = (half.view(ctx.shape) for half in sums.chunk(2))
         factor = inverse if weight is None else inverse * weight
-        of_x = (g - of_mean - normal * of_scale) * factor.view(ctx.shape)
+        x_gradient = (g - mean_term - normal * scale_term) * factor.view(ctx.shape)
         return (
-            of_x.to(gradient.dtype),
-            None if weight is None else of_weight,
-            of_bias if ctx.affine else None,
+            x_gradient.to(gradient.dtype),
+            None if weight is None else weight_gradient,
+            bias_gradient if ctx.affine else None,
             *[None] * 4,
         )
 
 
-def _check_alike(numbers: Sequence[float], names: Sequence[str]) -> None:
+def _check_same_layer(numbers: Sequence[float], names: Sequence[str]) -> None:
     for worker, number in enumerate(numbers):
         if number != numbers[0]:
-            here, there = (names[int(which)] for which in (numbers[0], number))
+            first, other = (names[int(index)] for index in (numbers[0], number))
             raise UnisonoError(
-                f"sync_batchnorm: worker 0 calls {here} while worker {worker} calls {there}; let all workers call the "
+                f"sync_batchnorm: worker 0 calls {first} while worker {worker} calls {other}; let all workers call the "
                 "same layers in every pass, or set sync_batchnorm=False"
             )
 

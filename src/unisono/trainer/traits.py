@@ -1,4 +1,4 @@
-"""The traits of a task, a script, a dataset, a model and an optimizer: see `unisono.elastic.trait_check`."""
+"""Computes the traits of a task, script, dataset, model or optimizer: see `unisono.elastic.trait_check`."""
 
 from __future__ import annotations
 
@@ -24,68 +24,70 @@ from unisono.elastic.trait_check import CODE, DATA, Traits
 from unisono.observe.user_frames import is_user_code
 from unisono.tasks.task import Evaluation, Task
 
-# What of a config changes what is computed, and is not a matter of one host.
+# Settings that change what is computed, and do not depend on one host.
 _SETTINGS = (*IDENTITY, "steps", "epochs", "sync", "layout", "lr", "clip", "schedule", "bad_step")
-# How an optimizer computes, which may differ with the device; and what is no hyperparameter.
-_LEFT_OUT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-_SHORT = 120
-_MOST_FILES = 64
+# Keys that are no hyperparameters, or that choose an implementation, which may differ between devices.
+_IGNORED_KEYS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_MAX_LENGTH = 120
+_MAX_FILES = 64
 
 
 def of_task(task: Task) -> Traits:
-    """Of the user's files that define a task, as far as its functions and its dataset tell them, with what these files
-    import, and of the number of samples for evaluation."""
+    """Traits of the user's files that define a task and of those that they import, and the evaluation sample count.
+
+    The files are those of the task's functions and dataset.
+    """
     evaluation = task.evaluate.data if isinstance(task.evaluate, Evaluation) else task.evaluate
-    makers = [getattr(task, field.name) for field in fields(task) if callable(getattr(task, field.name))]
-    return {**_code([*makers, type(evaluation)]), **_length("evaluation samples", evaluation)}
+    definitions = [getattr(task, field.name) for field in fields(task) if callable(getattr(task, field.name))]
+    return {**_code([*definitions, type(evaluation)]), **_length("evaluation samples", evaluation)}
 
 
 def of_script() -> Traits:
-    """Of the user's script that runs in this process, if there is one."""
+    """Traits of the user's script that runs in this process, if there is one."""
     return _code_in(_files([sys.modules["__main__"]]))
 
 
 def of_data(dataset: Any) -> Traits:
-    """Of a dataset's length, of some of its items, and of the user's file that defines it."""
+    """Traits of a dataset: its length, some of its items, and the user's file that defines it."""
     items = sample_of(dataset)
     content = {DATA: encode(items)} if items else {}
     return {**_code([type(dataset)]), **_length("samples", dataset), **content}
 
 
 def of_model(model: nn.Module) -> Traits:
-    """Of the names, shapes and dtypes of all parameters and buffers, and of the user's files that define modules."""
-    told = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(weights_of(model).items())]
+    """Traits of a model: names, shapes and dtypes of parameters and buffers, and the user's files that define it."""
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(weights_of(model).items())]
     numbers = sum(tensor.numel() for tensor in weights_of(model).values())
-    text = f"{len(told)} tensors of {numbers} numbers, {_digest(chr(10).join(told))}"
+    text = f"{len(lines)} tensors of {numbers} numbers, {_digest(chr(10).join(lines))}"
     return {"model": text, **_code(type(module) for module in model.modules())}
 
 
 def of_groups(optimizer: Optimizer) -> Traits:
-    """Of an optimizer's class, and of the number of parameters in each of its groups."""
+    """Traits of an optimizer: its class, and the number of parameters in each of its groups."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     return {"optimizer": type(optimizer).__name__, "optimizer.groups": _short(str(counts))}
 
 
 def of_optimizer(optimizer: Optimizer) -> Traits:
-    """The same, and of the hyperparameters of all groups."""
-    groups, found = optimizer.param_groups, dict(of_groups(optimizer))
-    for key in dict.fromkeys(key for group in groups for key in group if key not in _LEFT_OUT):
+    """Those of `of_groups`, and the hyperparameters of all groups."""
+    groups, traits = optimizer.param_groups, dict(of_groups(optimizer))
+    for key in dict.fromkeys(key for group in groups for key in group if key not in _IGNORED_KEYS):
         values = [shown(group.get(key)) for group in groups]
-        found[f"optimizer.{key}"] = _short(values[0] if len(set(values)) == 1 else str(values))
-    return found
+        traits[f"optimizer.{key}"] = _short(values[0] if len(set(values)) == 1 else str(values))
+    return traits
 
 
 def of_config(config: Config) -> Traits:
-    """Of the settings that decide what is computed; nothing of a run that is resumed, which not all hosts know."""
+    """Traits of the settings that decide what is computed; none for a resumed run, which not all hosts know."""
     if config.resume:
         return {}
-    told = config.mapping()
-    return {name: _short(str(told[name])) for name in _SETTINGS}
+    settings = config.mapping()
+    return {name: _short(str(settings[name])) for name in _SETTINGS}
 
 
-def _code(makers: Iterable[Any]) -> dict[str, str]:
-    """Of the source files of functions and classes, as far as the user wrote them."""
-    return _code_in(_files(module for maker in makers for module in _modules(maker)))
+def _code(definitions: Iterable[Any]) -> dict[str, str]:
+    """Traits of the user's source files that define these functions and classes."""
+    return _code_in(_files(module for definition in definitions for module in _modules(definition)))
 
 
 def _code_in(files: Iterable[str]) -> dict[str, str]:
@@ -93,33 +95,33 @@ def _code_in(files: Iterable[str]) -> dict[str, str]:
     for file in files:
         if source := _source(file):
             by_name.setdefault(Path(file).name, []).append(source)
-    found = {f"{CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
-    return found if len(found) <= _MOST_FILES else {CODE: _digest(str(found))}
+    traits = {f"{CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
+    return traits if len(traits) <= _MAX_FILES else {CODE: _digest(str(traits))}
 
 
 def _files(modules: Iterable[ModuleType]) -> set[str]:
-    """Of modules that the user wrote, and of those of the user's that they import."""
-    found: set[str] = set()
-    left = list(modules)
-    while left:
-        module = left.pop()
+    """The files of the user's modules among these, and of the user's modules that they import."""
+    files: set[str] = set()
+    pending = list(modules)
+    while pending:
+        module = pending.pop()
         file = getattr(module, "__file__", None)
-        if file and file not in found and is_user_code(file):
-            found.add(file)
-            left += [imported for value in list(vars(module).values()) for imported in _defined_in(value)]
-    return found
+        if file and file not in files and is_user_code(file):
+            files.add(file)
+            pending += [imported for value in list(vars(module).values()) for imported in _defined_in(value)]
+    return files
 
 
-def _modules(maker: Any) -> list[ModuleType]:
-    """Where a function or class is defined, or an object's class; what functions of functions are made of."""
-    if isinstance(maker, functools.partial):
-        return [module for part in (maker.func, *maker.args, *maker.keywords.values()) for module in _modules(part)]
-    named = maker if inspect.isfunction(maker) or inspect.isclass(maker) or inspect.ismethod(maker) else type(maker)
+def _modules(value: Any) -> list[ModuleType]:
+    """The module that defines a function or class, or an object's class; for a partial, those of its parts."""
+    if isinstance(value, functools.partial):
+        return [module for part in (value.func, *value.args, *value.keywords.values()) for module in _modules(part)]
+    named = value if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismethod(value) else type(value)
     return _defined_in(inspect.unwrap(named))
 
 
 def _defined_in(value: Any) -> list[ModuleType]:
-    """A module itself; the one in which a function or class is defined."""
+    """A module itself, or the module that defines a function or class; empty for other values."""
     if isinstance(value, ModuleType):
         return [value]
     named = inspect.isfunction(value) or inspect.isclass(value) or inspect.ismethod(value)
@@ -128,7 +130,7 @@ def _defined_in(value: Any) -> list[ModuleType]:
 
 
 def _source(file: str) -> str:
-    """The code in `file`, without blank lines, comments of whole lines and the ends of lines."""
+    """The code in `file`, without blank lines, lines with only a comment, and trailing whitespace."""
     with suppress(OSError):
         lines = [line.rstrip() for line in Path(file).read_text("utf-8", errors="replace").splitlines()]
         return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
@@ -142,7 +144,7 @@ def _length(name: str, dataset: Any) -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2]}… {_digest(text)}"
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]}… {_digest(text)}"
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors, where workers hold parts of these: each has an owner, who steps it.
+"""Steps optimizers that need whole tensors, where ranks hold shards: each tensor has an owner, which steps it.
 
          parameters, gradients                     new parameters
 all ───────────────────────────► owners: step ────────────────────► all
@@ -24,20 +24,21 @@ from unisono.tensors.box import Box
 from unisono.trainer.optimizer import build_optimizer
 
 
-class Wholes:
-    """One worker's part in the steps of such an optimizer: see `Stepping`. Owners of tensors that are cut are chosen so
-    that each has as many bytes of them. All workers make it alike.
+class WholeTensorOptimizer:
+    """Gathers each sharded tensor on its owner, steps it there, and returns the shards: see `Stepping`.
+
+    Collective to create. Each worker owns about as many bytes of the sharded tensors as any other.
 
     Attributes:
-        optimizer: of what this worker owns, and of what is not cut; the owned parameters are whole while it steps.
+        optimizer: of the parameters that this worker owns or that are not sharded; owned ones are whole while it steps.
 
     Args:
         make: makes the optimizer.
         local, parts: see `LocalModel`.
-        comm: a lane of its own, of the workers of a replica.
-        group: the ranks in it of those who hold parts of the same tensors, this one among them.
-        undo: whether a step that breaks off for a lost peer leaves nothing behind; what the optimizer remembers is in
-            memory twice for that, while it steps.
+        comm: a channel for this alone, of the workers of a replica.
+        group: the ranks in `comm` that hold shards of the same tensors, this one among them.
+        undo: restore parameters and optimizer if a step is interrupted by a lost peer. This needs a second copy of the
+            optimizer's state in memory during a step.
     """
 
     def __init__(
@@ -47,19 +48,19 @@ class Wholes:
         self._parameters = {name: p for name, p in local.named_parameters() if p.requires_grad}
         self._undo = undo
         mine = {name: TensorShard(p.dtype, parts[name]) for name, p in self._parameters.items()}
-        told = [decode_shards(text) for text in gather_text(comm, encode_shards(mine))]
-        held = [told[rank] if rank in group else {} for rank in range(comm.size)]
-        cut = {name: each.whole for here in held for name, each in here.items() if not each.box.is_whole}
+        shards = [decode_shards(text) for text in gather_text(comm, encode_shards(mine))]
+        held = [shards[rank] if rank in group else {} for rank in range(comm.size)]
+        cut = {name: shard.whole for of_rank in held for name, shard in of_rank.items() if not shard.box.is_whole}
         owned = owners(cut, group)
         owns = [{name: TensorShard(cut[name].dtype, Box.whole(cut[name].shape)) for name in owned.get(rank, ())}
                 for rank in range(comm.size)]  # fmt: skip
-        held = [{name: each for name, each in here.items() if name in cut} for here in held]
+        held = [{name: shard for name, shard in of_rank.items() if name in cut} for of_rank in held]
         device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._in, self._out = Route(comm, held, owns, device), Route(comm, owns, held, device)
+        self._to_owners, self._from_owners = Route(comm, held, owns, device), Route(comm, owns, held, device)
         self._uncut = self._parameters.keys() - cut.keys()
         stepped = [name for name in self._parameters if name in self._uncut or name in owns[comm.rank]]
         self._parts = {name: Box.whole(parts[name].shape) for name in stepped}
-        with self._whole(self._in(self._weights)):
+        with self._with_whole_tensors(self._to_owners(self._weights)):
             self.optimizer = build_optimizer(make, [self._parameters[name] for name in stepped])
 
     @property
@@ -69,22 +70,22 @@ class Wholes:
 
     def step(self, step: Callable[[], Any]) -> Any:
         """See `Stepping`."""
-        gradients = self._in({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
-        weights = self._in(self._weights)
-        undo = self._remembered() if self._undo else None
-        with self._whole(weights):
+        gradients = self._to_owners({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        weights = self._to_owners(self._weights)
+        undo = self._undo_of_step() if self._undo else None
+        with self._with_whole_tensors(weights):
             for name, gradient in gradients.items():
                 self._parameters[name].grad = gradient
             result = step()
             stepped = {name: self._parameters[name].detach() for name in weights}
         try:
-            arrived = self._out(stepped)
+            returned = self._from_owners(stepped)
         except CommunicationError:
             if undo:
                 undo()
             raise
         with torch.no_grad():
-            for name, part in arrived.items():
+            for name, part in returned.items():
                 self._parameters[name].copy_(part)
         return result
 
@@ -93,12 +94,12 @@ class Wholes:
         return {name: p.detach() for name, p in self._parameters.items()}
 
     @contextmanager
-    def _whole(self, wholes: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within the block, parameters are these tensors, and have no gradients yet."""
-        parts = {name: self._parameters[name].data for name in wholes}
+    def _with_whole_tensors(self, whole_tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block, the parameters are these whole tensors, and have no gradients yet."""
+        parts = {name: self._parameters[name].data for name in whole_tensors}
         try:
-            for name, whole in wholes.items():
-                self._parameters[name].grad = None  # has the shape of the part
+            for name, whole in whole_tensors.items():
+                self._parameters[name].grad = None  # has the shape of the shard
                 self._parameters[name].data = whole
             yield
         finally:
@@ -106,10 +107,10 @@ class Wholes:
                 self._parameters[name].grad = None
                 self._parameters[name].data = part
 
-    def _remembered(self) -> Callable[[], None]:
-        """Puts what the step changes on this worker alone back as it is now."""
+    def _undo_of_step(self) -> Callable[[], None]:
+        """A function that restores what the step changes on this worker, as it is now."""
         optimizer = self.optimizer
-        state = {parameter: copy.deepcopy(kept) for parameter, kept in optimizer.state.items()}
+        state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         weights = {name: self._parameters[name].detach().clone() for name in self._uncut}
 
@@ -126,5 +127,5 @@ class Wholes:
 
 
 def owners(cut: Mapping[str, Spec], group: Sequence[int]) -> dict[int, list[str]]:
-    """Which of `group`, all of whom hold parts of the tensors `cut`, owns which of these."""
+    """The names of the tensors that each rank of `group` owns, of those in `cut`, of which all of them hold shards."""
     return dict(zip(group, plan_replicated_writes({name: whole.nbytes for name, whole in cut.items()}, len(group))))

@@ -25,7 +25,7 @@ from unisono.membership.http_client import HttpConnection, NoBody
 from unisono.membership.messages import StatusMessage
 from unisono.observe import progress_reporter as telling
 from unisono.run.elastic_run import policy_of
-from unisono.run.resolve import settle
+from unisono.run.resolve import resolve_config
 from unisono.run.spec import RunSpec
 from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
@@ -145,7 +145,7 @@ def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **set
     path.mkdir(parents=True, exist_ok=True)
     source = NamedTask(f"tests.support.layout_models:{task}", {"optimizer": optimizer}, ROOT)
     settings = {"threads": 1, "workers": workers, "timeout_seconds": 30.0, **settings}
-    policy = policy_of(settle(source.load(), settings))
+    policy = policy_of(resolve_config(source.load(), settings))
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(tempfile.TemporaryDirectory())
         served = stack.enter_context(running_coordinator(path / "state", policy=policy))
