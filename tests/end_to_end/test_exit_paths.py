@@ -176,7 +176,7 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     again = re.findall(r"resume with  unisono (.*)\n", words)
     done = unisono(home, *shlex.split(again[0]))
     assert done.returncode == 0, done.stderr
-    assert f"going on from the checkpoint of step {step}" in done.stderr
+    assert f"resuming from the checkpoint of step {step}" in done.stderr
     assert weights(run) == weights(home / "whole")
 
 

@@ -246,9 +246,9 @@ def test_an_evaluation_between_steps_leaves_no_weights_behind(layout, tmp_path) 
     [
         (3, {}, "write --workers 2 or 4"),
         (2, {"global_batch": 30, "micro_batch": 10}, "there are 2 or 4"),
-        (2, {"compress": "Exact()"}, "gradients are summed as floats inside a replica"),
-        (2, {"sync": "ParameterServer(staleness=2)"}, "hands micro-batches to workers one by one"),
-        (2, {"sync": "Gossip(asynchronous=True)"}, "hands micro-batches to workers one by one"),
+        (2, {"compress": "Exact()"}, "gradients are summed as floats within a replica"),
+        (2, {"sync": "ParameterServer(staleness=2)"}, "assigns micro-batches to single workers"),
+        (2, {"sync": "Gossip(asynchronous=True)"}, "assigns micro-batches to single workers"),
         (
             4,
             {"sync_batchnorm": True, "micro_batch": 6, "sync": "LocalSGD(2)"},

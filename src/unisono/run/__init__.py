@@ -1,1 +1,1 @@
-"""A run seen from outside: spec, directory, settings, start of processes, a worker's main loop, result."""
+"""A run: spec, directory, settings, start of its processes, a worker's main loop, result."""

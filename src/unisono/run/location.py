@@ -1,4 +1,4 @@
-"""Where the files of a run are, as its workers find out together, and who writes them."""
+"""The location of a run's files, as its workers agree on it, and the workers that can write there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RunLocation:
 
     Args:
         path: the run's directory on worker 0's host.
-        attempt: a name of this attempt that no other has.
-        writers: the workers that can write there, in order; others may be on hosts without that directory.
+        attempt: a unique name of this attempt.
+        writers: the workers that can write there, in order; other workers may be on hosts without that directory.
     """
 
     path: Path
@@ -38,14 +38,14 @@ class RunLocation:
     def writer(
         self, make: Callable[..., Writer], comm: Communicator, config: Config, stack: contextlib.ExitStack
     ) -> Writer | None:
-        """This worker's checkpoint writer, closed with `stack`; None if the worker cannot reach the directory.
+        """This worker's checkpoint writer, closed with `stack`; None if it cannot access the directory.
 
         Raises:
             InvalidInput: replicas are sharded, and not all workers can write.
         """
         if config.layout.workers > 1 and len(self.writers) < comm.size:
             raise InvalidInput(
-                "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {self.path} is "
+                "layout", show(config.layout), f"every worker writes its part of a checkpoint, and {self.path} is "
                 f"not the same directory on all {comm.size}", "give --run-dir a directory that all hosts "
                 "share")  # fmt: skip
         if comm.rank not in self.writers:
@@ -69,14 +69,14 @@ class DirectoryLock:
         self._shared = True
 
     def close(self) -> None:
-        """Give the share back."""
+        """Release the share."""
         self._stack.close()
 
 
 def locate(
     comm: Communicator, config: Config, spec: RunSpec, lock: DirectoryLock, stack: contextlib.ExitStack
 ) -> RunLocation:
-    """Collective: the run's directory, made by the launcher; else worker 0 makes it now, and claims it with `stack`."""
+    """Collective: the run's directory. If no launcher made it, worker 0 makes it now, and claims it with `stack`."""
     attempt = broadcast_text(comm, secrets.token_hex(8))
     if spec.path is not None and spec.contact is None:
         if spec.holder:
@@ -84,8 +84,8 @@ def locate(
         return RunLocation(spec.path, attempt, tuple(range(comm.size)))
     if comm.rank == 0 and spec.path is None:
         holder = Holder.current()
-        made = stack.enter_context(claim_run_directory(config, spec.source, holder))
-        spec = dataclasses.replace(spec, path=made, holder=holder)
+        path = stack.enter_context(claim_run_directory(config, spec.source, holder))
+        spec = dataclasses.replace(spec, path=path, holder=holder)
     path, writers = same_directory(comm, str(spec.path) if comm.rank == 0 else "", attempt)
     holder_text = broadcast_text(comm, json.dumps(spec.holder and dataclasses.asdict(spec.holder)))
     if comm.rank in writers and (fields := json.loads(holder_text)):

@@ -1,4 +1,4 @@
-"""From a task's defaults and what the user said to the one `Config` that a run has."""
+"""Resolves the `Config` of a run from the settings of the user and the defaults of the task and the library."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from unisono.tasks.task import Task
 
 
 def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
-    """The library's defaults, under the task's, under what was `given` (field names and values).
+    """The `Config` of a run. `given` (fields and values) overrides the task's defaults, and these the library's.
 
     Raises:
-        InvalidInput: as `Config.of`; or what is asked for cannot be combined.
+        InvalidInput: as `Config.of`; or the settings cannot be combined.
     """
-    defaults, said = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
-    if "epochs" in said:
+    defaults, chosen = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
+    if "epochs" in chosen:
         defaults.pop("steps", None)
-    if "steps" in said:
+    if "steps" in chosen:
         defaults.pop("epochs", None)
-    if "global_batch" in said:
+    if "global_batch" in chosen:
         defaults.pop("micro_batch", None)
-    config = Config.of({**defaults, **given})  # a given None says that there shall be none: --clip none
+    config = Config.of({**defaults, **given})  # None overrides a default of the task: --clip none
     if config.global_batch is None:
         config = replace(config, global_batch=LIBRARY_GLOBAL_BATCH)
     if config.micro_batch is None:
@@ -42,13 +42,13 @@ def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
-            "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
+            "on the number of workers, which Exact() rules out", "leave one out")  # fmt: skip
     if config.activation_checkpointing == "selective" and config.compile:
         raise InvalidInput("activation_checkpointing", config.activation_checkpointing,
-                           "in a compiled block there are no single operations to keep",
+                           "a compiled block has no single operations whose outputs could be stored",
                            "write blocks, or leave compile out")  # fmt: skip
     if config.layout.workers > 1:
-        _check_spread(config)
+        _check_sharded(config)
     elif config.precision == "bf16_parameters":
         raise InvalidInput(
             "precision", config.precision, f"with {show(config.layout)} each worker has all parameters, in fp32",
@@ -57,7 +57,7 @@ def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
 
 
 def _check_workers(config: Config) -> None:
-    """Raise `InvalidInput` where as many workers as may come could not train."""
+    """Raise `InvalidInput` if some permitted number of workers could not train."""
     most = config.workers if config.max_workers is None else config.max_workers
     if config.workers > most:
         raise InvalidInput(
@@ -81,44 +81,44 @@ def _check_workers(config: Config) -> None:
         check_enough(micro_batches, config.workers)
 
 
-def _check_spread(config: Config) -> None:
-    """Raise `InvalidInput` where what is asked for cannot be with a replica on several workers."""
-    places = RankMesh(config.layout, config.workers)
+def _check_sharded(config: Config) -> None:
+    """Raise `InvalidInput` if the settings cannot be combined with a layout of several workers per replica."""
+    mesh = RankMesh(config.layout, config.workers)
     assert config.global_batch is not None
     assert config.micro_batch is not None
     micro_batches = config.global_batch // config.micro_batch
-    places.check_micro_batches(micro_batches)
+    mesh.check_micro_batches(micro_batches)
     if config.layout.pipeline > 1:
-        from unisono.layout.pipeline import check  # imports more of torch than others need
+        from unisono.layout.pipeline import check  # imports more of torch than other runs need
 
         check(
             config.layout.schedule,
             config.layout.pipeline,
             config.layout.stages,
-            micro_batches // places.data_parallel_size,
+            micro_batches // mesh.data_parallel_size,
         )
     sync, layout = config.sync, show(config.layout)
     if config.balance == "on":
         raise InvalidInput(
-            "balance", "on", f"with {layout} workers compute a micro-batch together, or as many of them side by side",
+            "balance", "on", f"with {layout}, workers compute a micro-batch together, or equally many in parallel",
             "leave one out")  # fmt: skip
     if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
         raise InvalidInput(
-            "sync", show(sync), f"it hands micro-batches to workers one by one, and with {layout} a replica is several",
+            "sync", show(sync), f"it assigns micro-batches to single workers, and with {layout} a replica has several",
             "write AllReduce(), LocalSGD(), DiLoCo(), Gossip() or ParameterServer(staleness=0)")  # fmt: skip
     if isinstance(config.compress, Exact):
         raise InvalidInput(
-            "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
-            "that the bits depend on the layout", "leave one out")  # fmt: skip
+            "compress", show(config.compress), f"with {layout}, gradients are summed as floats within a replica, so "
+            "the bits depend on the layout", "leave one out")  # fmt: skip
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` if `config` differs from a checkpoint's in a field that makes the run what it is."""
+    """Raise `InvalidInput` if `config` differs from a checkpoint's in a field that must not change in a run."""
     now = config.mapping()
     if name := first_difference(now, before):
         raise InvalidInput(
             name, now.get(name), f"the run to resume was started with {before.get(name)}",
-            "leave it out, or start a run of its own with another --run-dir")  # fmt: skip
+            "leave it out, or start a new run with another --run-dir")  # fmt: skip
     if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
         raise InvalidInput(
             "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact "

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from."""
+"""Finds and loads the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG = logging.getLogger("unisono")
 
 
 def newest_sound(path: Path, record: Recorder) -> OpenedCheckpoint | None:
-    """The newest undamaged checkpoint of the run in `path`, if there is one. Damaged ones are reported."""
+    """The newest sound checkpoint of the run in `path`, or None. Reports damaged ones."""
     try:
         return newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
     except CheckpointDamaged as error:
@@ -32,24 +32,24 @@ def newest_sound(path: Path, record: Recorder) -> OpenedCheckpoint | None:
 def resumable_checkpoint(
     config: Config, path: Path, meta: Mapping[str, Any], record: Recorder
 ) -> OpenedCheckpoint | None:
-    """The newest undamaged checkpoint in `path`, from which a run resumes. Damaged ones are reported.
+    """The newest sound checkpoint in `path`, from which the run resumes; None without checkpoints. Reports damaged ones.
 
     Args:
-        meta: what this attempt of the run writes into its own checkpoints.
+        meta: the metadata that this attempt of the run writes into its checkpoints.
 
     Raises:
-        InvalidInput: all checkpoints are damaged, or the newest is that of another run.
+        InvalidInput: all checkpoints are damaged, or the newest belongs to another run.
     """
     try:
         found = newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
     except CheckpointDamaged as error:
-        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run-dir") from error
+        raise InvalidInput("resume", str(path), str(error), "start a new run with another --run-dir") from error
     if found is None:
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
     before = history(found)
     if not before:
-        record.event("resume", step=found.step, words="starting from the weights that the checkpoint is made of")
+        record.event("resume", step=found.step, words="starting from the weights of the checkpoint")
         return found
     check_same_run(config, before["config"])
     reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
@@ -57,24 +57,23 @@ def resumable_checkpoint(
         if before[name] != meta[name]:
             raise InvalidInput(
                 name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
-                "give the task as it was, or start a run of its own with another --run-dir")  # fmt: skip
-    record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
+                "give the same task, or start a new run with another --run-dir")  # fmt: skip
+    record.event("resume", step=found.step, words=f"resuming from the checkpoint of step {found.step}")
     return found
 
 
 def load_checkpoint(checkpointer: Checkpointer, found: OpenedCheckpoint | None, path: Path) -> int:
-    """Collective: load the checkpoint that worker 0 has `found` in `path`, or agree on initial weights. Returns the
-    steps that it holds.
+    """Collective: load the checkpoint that worker 0 `found` in `path`, or broadcast initial weights. Returns its steps.
 
     Raises:
-        InvalidInput: the checkpoint is that of another model.
+        InvalidInput: the checkpoint belongs to another model.
     """
     checkpointer.broadcast_initial_weights()
     try:
         return checkpointer.resume(found)
     except CheckpointMismatch as error:
         raise InvalidInput("resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task "
-                           "and the arguments that the run was started with, or start a run of its own with another "
+                           "and the arguments that the run was started with, or start a new run with another "
                            "--run-dir") from error  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One worker of a run: from its spec, through its views, to its result."""
+"""The main loop of one worker: from the run's spec, through its views, to a result."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
     """Train as one of the workers of a run.
 
     Returns:
-        The fields of a `Result`; None from a worker that left before the end.
+        The fields of a `Result`; None if this worker left before the end.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     claim_identity()
@@ -101,7 +101,7 @@ def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
             admit(spec.contact, worker, run.traits(), lambda: worker.stop.requested or worker.stop.leaving)
             session = ElasticSession(worker, config.communicator, config.timeout_seconds, spec.contact, tracker)
         else:
-            stack.callback(Watchdog(tracker).close)  # no coordinator sees when this worker is stuck
+            stack.callback(Watchdog(tracker).close)  # no coordinator detects that this worker is stuck
             session = StaticSession.connecting(worker, config.communicator, config.timeout_seconds)
         stack.callback(session.close)
         result = run.run(session)
@@ -109,16 +109,17 @@ def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
 
 
 class WorkerRun:
-    """One worker from view to view: its state, and what it has measured.
+    """One worker over all its views: its state and measurements.
 
     Args:
-        make_writer: of checkpoints.
+        make_writer: constructs a checkpoint writer.
 
     Attributes:
-        state: sharded replicas are built anew in every view.
+        state: of the replica; a sharded model is built again in every view.
         lock: this worker's share of the lock on the run's directory.
-        startup_seconds: from the command to the first step.
-        trained: steps that this worker has taken; `step_seconds` each.
+        startup_seconds: from the start of the command to the first step.
+        trained: steps that this worker has taken.
+        step_seconds: of each of them.
     """
 
     def __init__(
@@ -140,19 +141,19 @@ class WorkerRun:
         self.trained, self.step_seconds = 0, list[float]()
 
     def traits(self) -> Traits:
-        """What must be the same on all workers, as far as it is known before the first view."""
-        found = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
+        """What must be equal on all workers, as far as it is known before the first view."""
+        traits = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
         if not self.state.built:
-            return found
-        return {**found, **of_model(self.state.local.model), **of_optimizer(self.state.optimizer)}
+            return traits
+        return {**traits, **of_model(self.state.local.model), **of_optimizer(self.state.optimizer)}
 
     def build(self) -> None:
-        """Build model and optimizer before the first view of an elastic run, so that its members do not wait for it."""
+        """Build model and optimizer before the first view of an elastic run, so that its members need not wait."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
         self.state.build(*build_model(self.task, self.config, self.device, SingleWorker(self.device)))
 
     def run(self, session: Session) -> Result | None:
-        """The main loop: train in one view after the other. None if the others continue without this worker."""
+        """The main loop: train in one view after the other. Returns None if the others continue without this worker."""
         result = None
         for attempt in attempts(session, self.state, self.tracker):
             with attempt:
@@ -162,31 +163,31 @@ class WorkerRun:
         return result
 
     def run_view(self, session: Session, attempt: Attempt) -> Result | None:
-        """Train in the current view; None if it ended after a step of all members.
+        """Collective: train in the current view. Returns None if the view ended between two steps.
 
         Raises:
-            CommunicationError: it ended within a step; the model is in the state after the last completed step.
+            CommunicationError: the view ended within a step; the model has the state after the last completed step.
         """
         with contextlib.ExitStack() as stack:
             rendezvous, size = session.rendezvous(self.device), len(session.view.members)
             comm = rendezvous.connect(range(size))
             stack.callback(comm.close)
-            if not session.elastic:  # in an elastic run, a worker that differs was refused at admission
+            if not session.elastic:  # an elastic run compares traits at admission
                 compare(comm, self.traits)
-            # Hosts without the run's directory cannot know the settings of an earlier attempt: worker 0 sends them.
+            # Hosts without the run's directory do not have the settings of an earlier attempt: worker 0 sends them.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
-            feed = DataFeed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
+            feed = DataFeed(self.task, self.config, comm.rank, size, stack, partial(_notify, self.worker))
             location = locate(comm, self.config, self.spec, self.lock, stack)
-            if self.spec.path is None:  # no launcher has the path, and could say how to resume
+            if self.spec.path is None:  # otherwise the launcher adds this note
                 stack.enter_context(resumable(location.path))
-            stack.enter_context(self._noting_steps())
+            stack.enter_context(self._note_steps())
             copies = bool(self.spec.contact) and self.config.memory_checkpoints
             groups = _process_groups(rendezvous, comm, feed.mesh, comm.rank, stack, copies)
             stack.callback(groups.close)
             if groups.torch:
                 stack.enter_context(groups.torch.translate_errors())
-            stack.callback(self._recovers_by(groups).release, self.state)
+            stack.callback(self._recovery_for(groups).release, self.state)
             trainer = self._build_view(session, attempt, feed, groups, location, stack)
             self.worker.stop.listen()
             if self.startup_seconds is None:
@@ -194,8 +195,8 @@ class WorkerRun:
             outcome = self._train(trainer)
             return None if trainer.view_ending else self._result(trainer, groups, outcome, location.path)
 
-    def _recovers_by(self, groups: ProcessGroups) -> Recovery:
-        """The `Recovery` of this run, made in its first view."""
+    def _recovery_for(self, groups: ProcessGroups) -> Recovery:
+        """The `Recovery` of this worker, made in its first view."""
         if self._recovery is None:
             detector = AnomalyDetector(self.config.bad_step)
             self._recovery = ShardedRecovery(detector) if groups.is_sharded else ReplicatedRecovery(detector)
@@ -205,20 +206,20 @@ class WorkerRun:
         self, session: Session, attempt: Attempt, feed: DataFeed, groups: ProcessGroups, location: RunLocation,
         stack: contextlib.ExitStack,
     ) -> Trainer:  # fmt: skip
-        """Collective: model and optimizer in the state that the view starts from, and their trainer."""
+        """Collective: bring model and optimizer into the state from which the view starts, and build their trainer."""
         comm, config, state, view = groups.world, self.config, self.state, session.view
         if not state.built:
             state.build(*self._build_model(feed, groups))
         record = _recorder(self.worker, comm, location.path, config.record_seconds)
         stack.callback(record.close)
         checkpointer = self._checkpointer(feed, groups, location, record, stack)
-        recovery, here = self._recovers_by(groups), feed.mesh.of(comm.rank)
+        recovery, here = self._recovery_for(groups), feed.mesh.of(comm.rank)
         if recovery.restore(view, groups, state):
             checkpointer.set_progress(state.progress)
         else:
-            resumes = (config.resume or view.number > 1) and comm.rank == 0
-            found = resumable_checkpoint(config, location.path, checkpointer.scope.meta, record) if resumes else None
-            steps = load_checkpoint(checkpointer, found, location.path)
+            reads = (config.resume or view.number > 1) and comm.rank == 0
+            opened = resumable_checkpoint(config, location.path, checkpointer.scope.meta, record) if reads else None
+            steps = load_checkpoint(checkpointer, opened, location.path)
             state.progress = Progress(steps, checkpointer.committed, checkpointer.restored.shared)
         if session.elastic:
             state.allow_roll_back()
@@ -248,7 +249,7 @@ class WorkerRun:
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(state.optimizer).__name__}
         parts = Parts(state.local.parts, state.local.stepped) if groups.is_sharded else None
         scope = CheckpointScope(
-            state.model, state.optimizer, comm.channel("checkpoint"), meta, self._recovers_by(groups).detector, parts
+            state.model, state.optimizer, comm.channel("checkpoint"), meta, self._recovery_for(groups).detector, parts
         )
         return Checkpointer(
             scope, writer, config.checkpoint_every,
@@ -269,10 +270,10 @@ class WorkerRun:
     def _result(self, trainer: Trainer, groups: ProcessGroups, outcome: Outcome, path: Path) -> Result:
         peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
         sent = trainer.comm.gather(torch.tensor([groups.bytes_sent])).wait()
-        mine = torch.tensor(list(self.tracker.ledger.seconds().values()), dtype=torch.float64)
-        spent = trainer.comm.gather(mine).wait()
-        together = trainer.replica.synchronous or trainer.commits_late
-        seconds = sum(self.step_seconds) if together else trainer.seconds
+        own_seconds = torch.tensor(list(self.tracker.ledger.seconds().values()), dtype=torch.float64)
+        ledgers = trainer.comm.gather(own_seconds).wait()
+        same_steps = trainer.replica.synchronous or trainer.commits_late
+        seconds = sum(self.step_seconds) if same_steps else trainer.seconds
         detector = trainer.checkpointer.detector
         return Result(
             steps=outcome.steps,
@@ -291,30 +292,30 @@ class WorkerRun:
             ending=_ending(outcome.steps, trainer.steps),
             skipped_steps=len(detector.skipped),
             healed=detector.healed,
-            ledger=[seconds_by_name(dict(zip(Phase, row))) for row in spent.tolist()],
+            ledger=[seconds_by_name(dict(zip(Phase, row))) for row in ledgers.tolist()],
         )
 
     @contextlib.contextmanager
-    def _noting_steps(self) -> Iterator[None]:
-        """Add the number of completed steps to errors; input found invalid after the first step raises `RunFailed`."""
+    def _note_steps(self) -> Iterator[None]:
+        """Note the number of completed steps in errors. Raise `RunFailed` for `InvalidInput` after the first step."""
         try:
             yield
-        except (CommunicationError, Diverged):  # which name the step, where it matters
+        except (CommunicationError, Diverged):  # their messages name the step
             raise
         except (Exception, SystemExit) as error:
             if not self.step_seconds or not self.state.joined:
                 raise
             steps = self.state.progress.steps
-            done = f"after {steps:,} step{'s' * (steps != 1)}"
+            when = f"after {steps:,} step{'s' * (steps != 1)}"
             if isinstance(error, InvalidInput):
-                raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
-            error.add_note(done)
+                raise RunFailed(f"worker {self.worker.identity.rank} {when}: {error}") from error
+            error.add_note(when)
             raise
 
 
 @contextlib.contextmanager
 def _exit_is_failure(rank: int) -> Iterator[None]:
-    """Make `sys.exit` in user code a failure of this worker, whatever its argument: the other workers need it."""
+    """Translate `sys.exit` in user code, with any argument, into `RunFailed`: the other workers need this one."""
     try:
         yield
     except SystemExit as error:
@@ -330,7 +331,7 @@ def _process_groups(
     rendezvous: ViewRendezvous, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack,
     copies: bool,
 ) -> ProcessGroups:  # fmt: skip
-    """Collective: the process groups of the layout; `copies`: with one for memory checkpoints."""
+    """Collective: the process groups of the layout; with `copies`, also one for memory checkpoints."""
     if places.layout.workers == 1:
         return ProcessGroups.replicated(comm)
     world = rendezvous.open_world()
@@ -350,13 +351,13 @@ def _process_groups(
 
 
 def _mesh(places: RankMesh, device: torch.device) -> Any:
-    from unisono.layout.parallelize import device_mesh  # imports more of torch than others need
+    from unisono.layout.parallelize import device_mesh  # imports more of torch than other runs need
 
     return device_mesh(places, device.type)
 
 
 def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
-    """Digest of the weights; of sharded replicas, of those in the last checkpoint, on worker 0."""
+    """Digest of the weights. For sharded replicas, of those in the last checkpoint; empty except on worker 0."""
     if trainer.replica.local.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
     if trainer.comm.rank == 0:
@@ -368,7 +369,7 @@ def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
 
 
 def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
-    """The recorder of worker 0, which knows all that is recorded; the others record nothing."""
+    """The recorder of worker 0, which has all values to record; a `NullRecorder` on the others."""
     if comm.rank != 0:
         return NullRecorder()
     return ProgressReporter(RunRecorder(path, step_seconds=step_seconds), worker.report)
@@ -377,34 +378,38 @@ def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_second
 def _record_start(
     spec: RunSpec, config: Config, comm: Communicator, path: Path, record: Recorder, progress: Progress, view: View
 ) -> None:
-    """Record the configuration when a run begins. In a later view, record its members and its first step, with the
-    loss of the step before: a lost worker may not have recorded it."""
+    """Record the configuration at the start of a run, and in later views the members, the first step and the loss.
+
+    The loss is that of the step before, which a lost worker may not have recorded.
+    """
     if view.start.view:
-        who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
+        who = f"workers {', '.join(view.members)} continue" if comm.size > 1 else f"worker {view.members[0]} continues"
         record.event("view", number=view.number, members=list(view.members), step=progress.steps, loss=progress.loss,
-                      words=f"{who} on from step {progress.steps}")  # fmt: skip
+                      words=f"{who} from step {progress.steps}")  # fmt: skip
     elif comm.rank == 0:
         with contextlib.suppress(OSError):
             (path / SUMMARY).unlink()  # of an earlier attempt
         try:
             write_config(path, config.mapping(), spec.source.absolute(), spec.source.arguments)
         except OSError as error:
-            record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
+            record.event("config failed", words=f"config.toml was not updated: {error.strerror}")
         record.event("start", workers=comm.size, first_step=progress.steps, config=config.mapping())
 
 
-def _notice(worker: WorkerContext, words: str) -> None:
-    """Report a sentence that concerns this worker alone."""
+def _notify(worker: WorkerContext, words: str) -> None:
+    """Log and report a sentence that concerns only this worker."""
     log.warning(words)
     worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
 
 
 def _checkpoint_reporter(worker: WorkerContext, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
+    """The function that logs, records and reports events of the checkpoint writer."""
+
     def report(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
             record.event("checkpoint failed", step=event.step, worker=comm.rank, words=event.words)
-            if comm.rank:  # worker 0 alone records events
+            if comm.rank:  # only worker 0 records events
                 worker.report({"kind": "notice", "text": f"worker {comm.rank}: {event.words}"})
         else:
             record.event("checkpoint", step=event.step)
