@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.support.leftovers import within
-from unisono.elastic.extra_state import ExtraState, read, written
+from unisono.elastic.extra_state import ExtraState, from_tensors, to_tensors
 from unisono.elastic.loop_group import in_order
 from unisono.errors import InvalidInput, RunFailed
 from unisono.launch.failure import Failure
@@ -317,7 +317,7 @@ def test_a_kept_scheduler_goes_on_elsewhere_as_it_would_have_here(kind: Any) -> 
         optimizer.step()
     for _ in range(2):
         mine.step()
-    other.give(kept.take())
+    other.load_state_dict(kept.state_dict())
     for _ in range(4):
         assert here.param_groups[0]["lr"] == there.param_groups[0]["lr"]
         mine.step()
@@ -329,12 +329,12 @@ def test_what_is_kept_goes_back() -> None:
     kept, thing = ExtraState(optimizer), Thing([1.5, {"a": (True, None), 7: "x"}, torch.ones(2, dtype=torch.bfloat16)])
     kept.add("scheduler", scheduler)
     kept.add("thing", thing)
-    before = kept.take()
+    before = kept.state_dict()
     optimizer.step()
     scheduler.step()
     thing.state[0] = 9.0
     thing.state[2] += 1
-    kept.give(before)
+    kept.load_state_dict(before)
     assert thing.state[:2] == [1.5, {"a": (True, None), 7: "x"}]
     assert torch.equal(thing.state[2], torch.ones(2, dtype=torch.bfloat16))
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -343,7 +343,7 @@ def test_what_is_kept_goes_back() -> None:
 
 @pytest.mark.parametrize("value", [None, float("inf"), -0.0, 1 << 80, "ü", [], {}, [[]], {"a": [{}]}, ((),)])
 def test_what_is_written_is_read(value: Any) -> None:
-    assert read("x", written("x", value)) == value
+    assert from_tensors("x", to_tensors("x", value)) == value
 
 
 def test_what_cannot_be_kept_is_named() -> None:
@@ -356,8 +356,8 @@ def test_what_cannot_be_kept_is_named() -> None:
     with pytest.raises(InvalidInput, match="name = a/b: taken, empty or with a slash"):
         kept.add("a/b", scheduler)
     kept.add("scheduler", scheduler)
-    with pytest.raises(InvalidInput, match="register_state = nothing: the others keep scheduler"):
-        ExtraState(optimizer).give(kept.take())
+    with pytest.raises(InvalidInput, match="register_state = nothing: other workers have scheduler"):
+        ExtraState(optimizer).load_state_dict(kept.state_dict())
 
 
 def test_who_was_there_first_keeps_its_number() -> None:

@@ -1,8 +1,8 @@
-"""Checks, before a worker takes part in a run, that it would train the same task as the other workers.
+"""Checks, before a worker joins a run, that it would train the same task as the other workers.
 
-In an elastic run the coordinator keeps the traits that the first worker of the run's launcher reported. A worker
-compares its own with them before it asks to join, so that refusing it costs the others nothing. Without a coordinator
-all workers compare their traits when they first meet.
+In an elastic run the coordinator stores the traits that the first worker of the run's launcher reported. A worker
+compares its traits with them before it asks to join, so a refusal does not disturb the other workers. Without a
+coordinator, all workers compare their traits at the start of the first view.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
 
 
 def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: Callable[[], bool]) -> None:
-    """Compare `traits` with those of the run whose coordinator `contact` reaches.
+    """Compare `traits` with those of the run whose coordinator is at `contact`.
 
-    A worker of the run's own launcher tells them if it is the first; others wait until one has. Returns without a
-    comparison if `stopped` becomes true, or while the coordinator is away for too long.
+    The first worker of the run's launcher reports them; workers of other launchers wait until then. Returns without a
+    comparison if `stopped` returns true, or if the coordinator does not answer for `_AWAY_SECONDS`.
 
     Raises:
         TaskMismatch: they differ.
     """
-    own = worker.name.partition(".")[0].isdecimal()
-    line, away_since = HttpConnection(contact), time.monotonic()
+    of_first_launcher = worker.name.partition(".")[0].isdecimal()
+    connection, away_since = HttpConnection(contact), time.monotonic()
     try:
         while not stopped():
-            told = {"traits": dict(traits)}
-            answer = line.request("PUT", _PATH, told, TraitsMessage) if own else line.get(_PATH, TraitsMessage)
+            if of_first_launcher:
+                answer = connection.request("PUT", _PATH, {"traits": dict(traits)}, TraitsMessage)
+            else:
+                answer = connection.get(_PATH, TraitsMessage)
             if answer is not None and answer.status != _NOT_YET:
                 return _compare_with(answer.body, traits)
             if answer is not None:
@@ -56,10 +58,10 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
                 return
             time.sleep(_RETRY_SECONDS)
     finally:
-        line.close()
+        connection.close()
 
 
-def _compare_with(told: TraitsMessage | None, traits: Traits) -> None:
-    """Raise `TaskMismatch` if a coordinator reports other traits; one that refuses these has none to compare with."""
-    if told is not None:
-        check(traits, told.traits, "this worker's", "the run")
+def _compare_with(reported: TraitsMessage | None, traits: Traits) -> None:
+    """Raise `TaskMismatch` if a coordinator reports other traits. One that refused `traits` reports None."""
+    if reported is not None:
+        check(traits, reported.traits, "this worker's", "the run")

@@ -1,4 +1,4 @@
-"""Agreement at the start: all workers have the same model, optimizer, weights and optimizer state."""
+"""Initial agreement of all workers on model, optimizer, weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.errors import InvalidInput
 
 
 def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
-    """Collective: afterwards all workers of `comm` have the weights and the optimizer state of worker 0.
+    """Collective: give all workers of `comm` the weights and the optimizer state of worker 0.
 
     Raises:
         InvalidInput: their models, or the groups of their optimizers, differ.
@@ -32,10 +32,10 @@ def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> N
 
 
 def check_models(comm: Communicator, model: nn.Module) -> None:
-    """Collective.
+    """Collective: compare the models of all workers.
 
     Raises:
-        InvalidInput: the models differ; names the first tensor that does, and the worker.
+        InvalidInput: the models differ; names the first tensor that differs, and the worker.
     """
     found = _first_difference(comm, {name: _kind(tensor) for name, tensor in weights_of(model).items()})
     if found:
@@ -45,16 +45,16 @@ def check_models(comm: Communicator, model: nn.Module) -> None:
 
 
 def check_optimizers(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
-    """Collective.
+    """Collective: compare the optimizers of all workers.
 
     Raises:
-        InvalidInput: the optimizers differ in their class, the parameters of their groups or a hyperparameter; names
-            the first that does, and the worker.
+        InvalidInput: the optimizers differ in class, parameters of groups or a hyperparameter; names the first
+            difference, and the worker.
     """
     if found := _first_difference(comm, _hyperparameters(model, optimizer)):
         raise InvalidInput(
             "optimizer", type(optimizer).__name__, found,
-            "build the same optimizer on every worker, and load what was saved on every worker")  # fmt: skip
+            "build the same optimizer on every worker, and load its saved state on every worker")  # fmt: skip
 
 
 def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,9 +67,9 @@ def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict
     return received
 
 
-def _first_difference(comm: Communicator, said: Mapping[str, str]) -> str:
-    """In words, where `said` differs between workers; empty where it is the same on all."""
-    mine = json.dumps(dict(sorted(said.items())))
+def _first_difference(comm: Communicator, values: Mapping[str, str]) -> str:
+    """Collective: the first difference of `values` between workers, as a sentence; empty if all have the same."""
+    mine = json.dumps(dict(sorted(values.items())))
     digest = torch.frombuffer(bytearray(hashlib.sha256(mine.encode()).digest()), dtype=torch.uint8)
     if (comm.gather(digest).wait() == digest).all():
         return ""
@@ -94,7 +94,7 @@ def _hyperparameters(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """The same text on all workers where `value` is the same: objects may show where they are in memory."""
+    """`value` as a text that is equal on all workers if the value is: a `repr` of objects may show an address."""
     if isinstance(value, Tensor):
         return repr(value.tolist())
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def shown(value: Any) -> str:
 
 
 def _share_state(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
-    """Give all workers what the optimizer of worker 0 has: a checkpoint may have been loaded there alone."""
+    """Collective: give all workers the optimizer state of worker 0, which alone may have loaded a checkpoint."""
     tensors, numbers = state_of(optimizer, model)
     received = broadcast_tensors(comm, tensors)
     numbers_there = json.loads(broadcast_text(comm, json.dumps(numbers)))

@@ -1,5 +1,4 @@
-"""What a loop of one's own keeps beside model and optimizer, as tensors that travel to whoever comes: nothing is
-pickled."""
+"""State of a custom loop besides model and optimizer, as tensors that other workers can receive. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,60 +16,72 @@ from unisono.errors import InvalidInput
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, say."""
+    """An object with a state that can be saved and restored, such as a learning-rate scheduler."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """All that changes in it."""
+        """The state: whatever changes during training."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go on from there."""
+        """Restore a state that `state_dict` returned."""
 
 
 class ExtraState:
-    """Things by name, and the hyperparameters of the optimizer's groups, which schedulers change."""
+    """Objects that a custom loop registered by name, and the hyperparameters of the optimizer's parameter groups.
+
+    Schedulers change the hyperparameters, so they are a part of the state.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._things: dict[str, Stateful] = {_GROUPS: _Groups(optimizer)}
+        self._stateful: dict[str, Stateful] = {_GROUPS: _Groups(optimizer)}
 
-    def add(self, name: str, thing: Stateful) -> None:
-        """Keep `thing` under `name`.
+    def add(self, name: str, stateful: Stateful) -> None:
+        """Register `stateful` as `name`.
 
         Raises:
-            InvalidInput: it is no such thing, has what cannot travel, or the name is taken.
+            InvalidInput: `stateful` is not a `Stateful`, its state cannot be sent, or the name is invalid or taken.
         """
-        if not name or "/" in name or name in self._things:
-            raise InvalidInput("name", name, "taken, empty or with a slash", "give each thing a name of its own")
-        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
-            raise InvalidInput(name, type(thing).__name__, "it has no state_dict() and load_state_dict(state)",
-                               "write both, or keep an object that has them")  # fmt: skip
-        written(name, thing.state_dict())
-        self._things[name] = thing
+        if not name or "/" in name or name in self._stateful:
+            raise InvalidInput("name", name, "taken, empty or with a slash", "give each object another name")
+        if not (
+            callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))
+        ):
+            raise InvalidInput(name, type(stateful).__name__, "it has no state_dict() and load_state_dict(state)",
+                               "write both, or register an object that has them")  # fmt: skip
+        to_tensors(name, stateful.state_dict())
+        self._stateful[name] = stateful
 
-    def take(self) -> dict[str, Tensor]:
-        """All of it, as it is now; copies."""
-        return {n: t for name, thing in self._things.items() for n, t in written(name, thing.state_dict()).items()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of the whole state."""
+        return {
+            n: t
+            for name, stateful in self._stateful.items()
+            for n, t in to_tensors(name, stateful.state_dict()).items()
+        }
 
-    def give(
-        self, tensors: Mapping[str, Tensor], theirs: str = "the others keep", cure: str = "keep the same on all workers"
+    def load_state_dict(
+        self,
+        tensors: Mapping[str, Tensor],
+        source: str = "other workers have",
+        cure: str = "register the same on all workers",
     ) -> None:
-        """Have all of it be as it was at `take`, here, on another worker, or in an earlier run.
+        """Restore the whole state from a `state_dict` of this worker, of another worker, or of an earlier run.
 
         Args:
-            theirs, cure: words for the error.
+            source, cure: words for the error message.
 
         Raises:
-            InvalidInput: other things were kept there.
+            InvalidInput: `tensors` have the states of other names than those registered here.
         """
         names = {name.partition("/")[0] for name in tensors}
-        if names != self._things.keys():
-            here, there = (", ".join(sorted(each - {_GROUPS})) or "nothing" for each in (set(self._things), names))
-            raise InvalidInput("register_state", here, f"{theirs} {there}", cure)
-        for name, thing in self._things.items():
-            thing.load_state_dict(read(name, tensors))
+        if names != self._stateful.keys():
+            here, there = (", ".join(sorted(each - {_GROUPS})) or "nothing" for each in (set(self._stateful), names))
+            raise InvalidInput("register_state", here, f"{source} {there}", cure)
+        for name, stateful in self._stateful.items():
+            stateful.load_state_dict(from_tensors(name, tensors))
 
 
 class _Groups:
-    """All of an optimizer's groups but their parameters."""
+    """The parameter groups of an optimizer, without their parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -88,25 +99,25 @@ _GROUPS = "optimizer groups"
 _LEFT_OUT = ("params", "param_names")
 
 
-def written(name: str, value: Any) -> dict[str, Tensor]:
+def to_tensors(name: str, value: Any) -> dict[str, Tensor]:
     """`value` as tensors: its structure as JSON under `name`, and each tensor in it as ``name/number``.
 
     Raises:
-        InvalidInput: something in it is neither; says where.
+        InvalidInput: a part of it is neither JSON nor a tensor; names the part.
     """
     tensors: list[Tensor] = []
-    text = json.dumps(_plain(value, tensors, name)).encode()
-    found = {f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}
-    return {name: torch.frombuffer(bytearray(text), dtype=torch.uint8), **found}
+    text = json.dumps(_to_plain(value, tensors, name)).encode()
+    numbered = {f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}
+    return {name: torch.frombuffer(bytearray(text), dtype=torch.uint8), **numbered}
 
 
-def read(name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """What was `written` under `name`."""
-    return _built(json.loads(bytes(raw_bytes(tensors[name]))), name, tensors)
+def from_tensors(name: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value from which `to_tensors` made the tensors of `name`."""
+    return _from_plain(json.loads(bytes(raw_bytes(tensors[name]))), name, tensors)
 
 
-def _plain(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """Of JSON's kinds; what is a list there begins with the kind of thing it stands for."""
+def _to_plain(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """`value` as JSON, with its tensors appended to `tensors`. A JSON list begins with the type of its value."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -114,22 +125,27 @@ def _plain(value: Any, tensors: list[Tensor], where: str) -> Any:
         return ["tensor", len(tensors) - 1]
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return [kind, *([_plain(k, tensors, where), _plain(v, tensors, f"{where}[{k!r}]")] for k, v in value.items())]
+        return [
+            kind,
+            *([_to_plain(k, tensors, where), _to_plain(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()),
+        ]
     if isinstance(value, list | tuple):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return [kind, *(_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
-    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "keep numbers, texts, "
+        return [kind, *(_to_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
+    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "register numbers, strings, "
                        "tensors, and lists and dictionaries of them")  # fmt: skip
 
 
-def _built(plain: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
+def _from_plain(plain: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(plain, list):
         return plain
     kind, *items = plain
     if kind == "tensor":
         return tensors[f"{name}/{items[0]}"].clone()
     if kind in ("dict", "counter"):
-        pairs: Sequence[tuple[Any, Any]] = [(_built(k, name, tensors), _built(v, name, tensors)) for k, v in items]
+        pairs: Sequence[tuple[Any, Any]] = [
+            (_from_plain(k, name, tensors), _from_plain(v, name, tensors)) for k, v in items
+        ]
         return Counter(dict(pairs)) if kind == "counter" else dict(pairs)
-    values = [_built(each, name, tensors) for each in items]
+    values = [_from_plain(each, name, tensors) for each in items]
     return tuple(values) if kind == "tuple" else values

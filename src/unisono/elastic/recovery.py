@@ -76,7 +76,7 @@ def receive(view: View, comm: Communicator, state: TrainingState, detector: Anom
         return False
     me = view.members[comm.rank]
     own = state.progress if me in view.sources else None
-    extra = state.extra.take() if state.extra is not None and me == view.sources[0] else {}
+    extra = state.extra.state_dict() if state.extra is not None and me == view.sources[0] else {}
     meta = [detector.state() if detector else None, state.progress.loss]
     received = receive_state(view, comm, state.model, state.optimizer, own, meta, extra, local_steps=state.local_steps)
     history, loss = received.meta
@@ -84,5 +84,5 @@ def receive(view: View, comm: Communicator, state: TrainingState, detector: Anom
     if own is None and detector is not None:
         detector.replace(history)
     if own is None and state.extra is not None:
-        state.extra.give(received.extra)
+        state.extra.load_state_dict(received.extra)
     return True

@@ -20,7 +20,7 @@ from unisono.membership import View
 
 LOG = logging.getLogger("unisono")
 SHARE = 0.02
-"""Most of the training time that memory checkpoints may take."""
+"""The maximum share of the training time that memory checkpoints may take."""
 LONGEST_STEPS = 1000
 
 
@@ -29,11 +29,11 @@ class _ViewState:
     """The current view.
 
     Args:
-        version: of the state that it began with.
+        version: of the state from which it started.
         replica: see `StateShard`.
-        copies: memory checkpoints of this worker's shard and of a buddy's; None where none are kept.
-        due: the step after which the next is taken.
-        taken_at, since: steps and time of the one before.
+        copies: memory checkpoints of this worker's shard and of another rank's, whose buddy it is; None without any.
+        due: the step after which the next memory checkpoint is taken.
+        taken_at, since: steps and time of the previous one.
     """
 
     number: int
@@ -47,16 +47,16 @@ class _ViewState:
     since: float
 
     def shard(self, progress: Progress, detector: AnomalyDetector) -> StateShard:
-        """This worker's shard of the state, whose tensors are the model's own."""
+        """This worker's shard of the state; shares its tensors with the model."""
         version = (self.number, progress.steps) if progress.steps > self.version[1] else self.version
         return self.sharded.shard(version, progress, detector.state(), self.replica)
 
 
 class ShardedRecovery:
-    """Each worker has a shard of the state. A `Recovery`.
+    """A `Recovery` of sharded replicas: each worker has a shard of the state.
 
-    Between two views it keeps all shards that this worker has. Within a view it keeps those that the worker brought,
-    until they are not needed any more, and memory checkpoints.
+    Between two views it holds all shards that this worker has. Within a view it holds memory checkpoints, and the
+    shards of the previous view until every worker has its shard and a copy of it.
 
     Args:
         detector: its history of bad steps is a part of the state.
@@ -82,7 +82,7 @@ class ShardedRecovery:
         # The first copy is taken after one step: a worker that has just joined soon is not the only one with its shard.
         comm, steps = groups.world.channel("keeping"), state.progress.steps
         version, self._found = self._found or (view.number, steps), None
-        if state.snapshot is not None:  # replicas had different states, and now have their mean
+        if state.snapshot is not None:  # the replicas had different states, and now have the mean
             version = (view.number, steps)
         hosts = [place.host for place in view.addresses]
         copies = MemoryCheckpoints(groups.peer_copies, hosts) if groups.peer_copies is not None else None
@@ -94,20 +94,20 @@ class ShardedRecovery:
         view, now = self._view, progress()
         assert view is not None
         if view.copies is None or (view.copies.ready and view.copies.steps()):
-            self._former.clear()  # every worker has its shard, and a copy if copies are kept
-        # Before a view ends, copies are taken: nothing is lost with a worker that leaves.
+            self._former.clear()  # every worker has its shard, and its copy if there are copies
+        # Copies at the end of a view: the state of a worker that leaves is not lost.
         if view.copies is not None and (view_ending or now.steps >= view.due):
             self._copy(view, view.copies, now)
 
     def release(self, state: TrainingState) -> None:
         state.roll_back()
         view, self._view, self._found = self._view, None, None
-        if view is not None:  # else the view had not begun, and the shards of the one before are still here
+        if view is not None:  # else the view did not start, and the shards of the previous one are still held
             kept = []
             if view.copies is not None:
                 view.copies.close()
                 kept = [StateShard.of_copy(each) for step in view.copies.steps() for each in view.copies.at(step)]
-            # Where several views in a row end before their first step, the shards of all of them are kept.
+            # If several views in a row end before their first step, the shards of all of them are held.
             self._former = distinct([*self._former, *kept, view.shard(state.progress, self.detector)])
         state.drop_model()
 

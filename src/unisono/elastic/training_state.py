@@ -89,7 +89,7 @@ class TrainingState:
     def begin_step(self) -> None:
         """Before a step that may not be committed: remember the extra state, if that of the last commit is not."""
         if self.extra is not None and self._extra_before is None:
-            self._extra_before = self.extra.take()
+            self._extra_before = self.extra.state_dict()
 
     def set_steps(self, steps: int) -> None:
         """So many steps are in model and optimizer, committed or not."""
@@ -114,7 +114,7 @@ class TrainingState:
         if self.snapshot is not None and self.built:
             self.progress = self.snapshot.restore(self.model, self.optimizer) or self.progress
         if self.extra is not None and self._extra_before is not None:
-            self.extra.give(self._extra_before)
+            self.extra.load_state_dict(self._extra_before)
             self._extra_before = None
 
     def digest(self) -> str:

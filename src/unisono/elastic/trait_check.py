@@ -1,9 +1,9 @@
-"""What all workers of a run must have in common, as named texts that are compared before a worker takes part.
+"""Traits: named texts that must be equal on all workers of a run. They are compared before a worker joins.
 
-A worker on another host may find another file under the task's name, other data, other hyperparameters. What can be
-seen of that is a trait: short values as they are, long ones as a digest. A trait that only one side has is not
-compared, so that versions of torch with more hyperparameters, or data that cannot be read, raise no alarm. Weights are
-compared by names and shapes alone, since all workers take those of one.
+A worker on another host may have another file for the task's name, other data, or other hyperparameters. A trait is a
+short value itself, or the digest of a long one. A trait that only one worker has is not compared. So versions of torch
+with more hyperparameters, or data that cannot be read, cause no error. Weights are compared only by names and shapes,
+since all workers receive those of one worker.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _CURE = "give every host the same task, data and settings"
 
 
 def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
-    """Compare.
+    """Compare the traits of two workers.
 
     Args:
-        mine, theirs: of a worker, and of whom it is to train with.
-        where: who has `mine`: ``this worker's``.
-        whose: who has `theirs`: ``the run``.
+        mine, theirs: traits of one worker, and of another or of the run.
+        where: the owner of `mine` for the message: ``this worker's``.
+        whose: the owner of `theirs` for the message: ``the run``.
 
     Raises:
-        TaskMismatch: they differ; says in what, and what both have where that is short.
+        TaskMismatch: they differ; names the traits, and both values of the first.
     """
-    # That code differs says less than what it makes does.
+    # Code comes last: a difference in what it computes is more informative.
     names = sorted(theirs, key=lambda name: name.startswith(CODE))
     found = [(name, *values) for name in names if (values := _difference(name, mine, theirs)) is not None]
     if not found:
@@ -42,7 +42,7 @@ def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
 
 
 def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | None:
-    """What both have, in words."""
+    """Both values of a trait as texts if they differ, else None."""
     if name not in mine or mine[name] == theirs[name]:
         return None
     return _items_that_differ(mine[name], theirs[name]) if name == DATA else (mine[name], theirs[name])

@@ -1,4 +1,4 @@
-"""What a worker process is given by its launcher, as far as this folder uses it."""
+"""Protocols of what a worker process receives from its launcher, as far as this folder uses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.membership import CoordinatorAddress
 
 
 class Identity(Protocol):
-    """Which of the processes of a run this is."""
+    """The rank of this process among those of its run, and where they rendezvous."""
 
     @property
     def rank(self) -> int: ...
@@ -22,11 +22,11 @@ class Identity(Protocol):
 
 
 class StopFlags(Protocol):
-    """What was asked of this worker.
+    """Requests to this worker.
 
     Attributes:
-        requested: all are to stop after the step in hand.
-        leaving: this worker alone is to leave.
+        requested: all workers are to stop after the current step.
+        leaving: only this worker is to leave.
     """
 
     @property
@@ -36,11 +36,11 @@ class StopFlags(Protocol):
 
 
 class Worker(Protocol):
-    """As `unisono.launch.WorkerContext`.
+    """The part of `unisono.launch.WorkerContext` that this folder uses.
 
     Attributes:
         report: sends a message to the launcher.
-        name: that no other process of the run ever has.
+        name: unique among all processes of the run, including former ones.
     """
 
     @property
@@ -54,11 +54,11 @@ class Worker(Protocol):
 
 
 class ElasticWorker(Protocol):
-    """The same for a script whose workers may come and go.
+    """A worker of an elastic script.
 
     Attributes:
         contact: of the coordinator.
-        first: whether this is one of the processes with which the run began.
+        first: whether this is one of the processes that the run started with.
     """
 
     @property
@@ -69,7 +69,7 @@ class ElasticWorker(Protocol):
     def first(self) -> bool: ...
 
     def leave_when_asked(self) -> None:
-        """From now on, SIGTERM asks this worker to leave the others."""
+        """From now on, SIGTERM asks this worker to leave the group."""
 
     def interrupt_again(self) -> None:
         """From now on, SIGTERM interrupts the script."""

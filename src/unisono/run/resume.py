@@ -32,7 +32,7 @@ def newest_sound(path: Path, record: Recorder) -> OpenedCheckpoint | None:
 def resumable_checkpoint(
     config: Config, path: Path, meta: Mapping[str, Any], record: Recorder
 ) -> OpenedCheckpoint | None:
-    """The newest sound checkpoint in `path`, from which the run resumes; None without checkpoints. Reports damaged ones.
+    """The newest sound checkpoint in `path`, from which the run resumes, or None. Reports damaged ones.
 
     Args:
         meta: the metadata that this attempt of the run writes into its checkpoints.

@@ -131,7 +131,7 @@ def save(
         "samples": plan.samples,
         "optimizer": type(state.optimizer).__name__,
     }
-    extra = broadcast_tensors(comm, _extra(state).take())
+    extra = broadcast_tensors(comm, _extra(state).state_dict())
     with _writing(comm, path, writers, keep, attempt) as writer:
         checkpointer = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, meta), writer, extra=extra)
         if replica is not None:
@@ -160,9 +160,8 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
                            "build the model that was saved") from error  # fmt: skip
     extra = broadcast_tensors(comm, _extra_tensors(opened))
     if extra:
-        _extra(state).give(
-            extra, "the checkpoint holds", "register the same by world.register_state, before world.load"
-        )
+        cure = "register the same by world.register_state, before world.load"
+        _extra(state).load_state_dict(extra, "the checkpoint has", cure)
     state.progress = Progress(steps, shared=checkpointer.restored.shared)
     return Recalled(meta, checkpointer.restored.residuals)
 
