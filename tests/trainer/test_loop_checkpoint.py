@@ -126,7 +126,7 @@ def test_of_several_the_newest_sound_one_counts_and_the_oldest_go(tmp_path: Path
      ({"maker": "sgd"}, "optimizer = SGD: the checkpoint was saved with AdamW"),
      ({"compress": Exact()}, r"compress = Exact\(\): the checkpoint was saved with Cast\(\)"),
      ({"build": net}, r"model = Sequential: the checkpoint is of another one: .*; build the model that was saved"),
-     ({"kept": "other"}, "register_state = other: the checkpoint holds scheduler; register the same by "
+     ({"kept": "other"}, "register_state = other: the checkpoint has scheduler; register the same by "
       "world.register_state")],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )  # fmt: skip
