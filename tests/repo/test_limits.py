@@ -15,14 +15,12 @@ LIMITS = {
     "parameters": 8,
     "fields": 12,  # of a dataclass that is not frozen
 }
-NOT_SPLIT_YET = "not split yet"
 EXCEPTIONS = {
     "layout/context/attention.py attend: parameters": "the signature of torch",
     "layout/context/ring_attention.py _backward: parameters": "the signature of torch",
     "layout/pipeline/runtime.py Pipeline: lines of a class": "one step and its schedules share one state",
     "membership/coordinator.py Coordinator: lines of a class": "one state machine",
     "membership/coordinator.py Coordinator: methods": "one state machine",
-    "run/start.py start: lines of a function": NOT_SPLIT_YET,
     "trainer/custom_loop.py CustomLoop: lines of a class": "calls in any order share a step's state",
     "trainer/custom_loop.py CustomLoop: methods": "calls in any order share a step's state",
     "trainer/loop.py Trainer.run: lines of a function": "a step from top to bottom, on one page",
