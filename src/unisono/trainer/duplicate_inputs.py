@@ -44,8 +44,8 @@ class SameInputs:
 
     def says(self) -> list[float]:
         """This worker's digest at its rank, and 0 at all others; 0 there too until enough passes were digested."""
-        silent = self._passes_left or self._done
-        digest = 0.0 if silent else 1.0 + (self._digest.intdigest() >> 12)  # exact in a float64
+        due = not (self._passes_left or self._done)
+        digest = 1.0 + (self._digest.intdigest() >> 12) if due else 0.0  # exact in a float64
         return [digest if rank == self._rank else 0.0 for rank in range(self.words)]
 
     def hear(self, digests: Sequence[float]) -> None:
