@@ -40,8 +40,8 @@ def build_model(
     Raises:
         InvalidInput: what the task builds cannot be trained.
     """
-    lane = comm.channel("batchnorm") if config.sync_batchnorm else None
-    change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
+    channel = comm.channel("batchnorm") if config.sync_batchnorm else None
+    change = partial(synchronize_batchnorm, comm=channel) if channel else as_it_is
     compute = BlockOptions(
         config.precision, config.activation_checkpointing, config.compile, compiled_whole(config), change
     )
@@ -77,8 +77,8 @@ def _wholes(
     places, rank = RankMesh(config.layout, mesh.size()), mesh.get_rank()
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *SHARDING_AXES)]
-    lane = inside.channel("whole tensors")
-    return WholeTensorOptimizer(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
+    channel = inside.channel("whole tensors")
+    return WholeTensorOptimizer(task.optimizer, held.local, held.parts, channel, group, undo=config.recovers_from_loss)
 
 
 def compiled_whole(config: Config) -> bool:

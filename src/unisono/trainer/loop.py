@@ -78,8 +78,8 @@ class Trainer:
         self.evaluation.begin(self.done)
         began = self.comm.now()
         while not self.finished():
-            dealt, turns = self.work_items()
-            for t, mine, batches in turns:
+            leased, items = self.work_items()
+            for t, mine, batches in items:
                 started = self.comm.now()
 
                 self.learning_rate.set(factor_of(self._schedule, t, self.steps))
@@ -115,7 +115,7 @@ class Trainer:
                     self.evaluation.run_if_due(self.done)
                 if self.stopping or self.view_ending:
                     break
-            if dealt:
+            if leased:
                 self.gather_control(self.replica.sync.leased_until)
         self.seconds = self.comm.now() - began - self.evaluation.seconds
         if not self.view_ending:
@@ -170,11 +170,11 @@ class Trainer:
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
         return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.work_items(shares)))
 
-    def gather_control(self, dealt: int) -> None:
-        """Collective: exchange control words, once the items that this worker has leased, of steps before `dealt`, are
+    def gather_control(self, leased: int) -> None:
+        """Collective: exchange control words, once the items that this worker has leased, of steps before `leased`, are
         computed."""
         mine = torch.tensor(self.control_word(), dtype=torch.float64)
-        self.done = dealt
+        self.done = leased
         with self.tracker(Phase.COMMUNICATION):
             words = self.comm.gather(mine).wait().sum(0).tolist()
         self.act_on_control(words)
