@@ -15,8 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "unisono"
 FILES = sorted([*SOURCE.rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-NOT_YET: tuple[str, ...] = ()  # folders and files whose words are not all standard yet
-
 STANDARD_TERMS = {
     r"acquainted": "mutually reachable",
     r"beat(s|en|ing)?": "heartbeat",
@@ -110,14 +108,7 @@ def problems(path: Path, content: str) -> list[str]:
     return [f"{at}:{number}: {word}: write {term}" for number, word, term in sorted(found)]
 
 
-def checked(path: Path) -> bool:
-    """Whether this file is to pass already."""
-    return not any(str(path.relative_to(ROOT)).startswith(start) for start in NOT_YET)
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if checked(path)], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_words_are_standard(path: Path) -> None:
     found = problems(path, path.read_text())
     assert not found, "\n" + "\n".join(found)
