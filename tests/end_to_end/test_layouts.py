@@ -258,7 +258,7 @@ def test_an_evaluation_between_steps_leaves_no_weights_behind(layout, tmp_path) 
         (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
         (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),
         (2, {"layout": "Layout(tensor=2, zero=1)"}, "no gradients are summed over workers; write shard=2"),
-        (2, {"layout": "Layout(offload=True)"}, "here is one worker; write shard=2"),
+        (2, {"layout": "Layout(offload=True)"}, "this layout has one worker; write shard=2"),
         (2, {"layout": "Layout()", "precision": "bf16_parameters"}, "write bf16, or a layout"),
     ],
 )
@@ -271,9 +271,9 @@ def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_p
     ("layout", "words"),
     [
         ("Layout(tensor=4)", "write tensor=2"),  # two heads
-        ("Layout(tensor=2, plan={'head': 'row'})", "plan = 'head': 'row': head: a row without a column layer"),
+        ("Layout(tensor=2, plan={'head': 'row'})", "plan = 'head': 'row': head: a row without an earlier column layer"),
         ("Layout(context=3)", "the nearest length that works is 18"),
-        ("Layout(pipeline=4, schedule='LoopedBFS')", "stages = 8: the model has 5 units .* cut into 5"),
+        ("Layout(pipeline=4, schedule='LoopedBFS')", "stages = 8: the model has 5 units, so 1 to 5 stages; cut into 5"),
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_with_the_cure(layout, words, tmp_path) -> None:
