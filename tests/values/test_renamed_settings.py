@@ -19,7 +19,7 @@ from unisono.errors import InvalidInput
 from unisono.notation import RENAMED_SETTINGS, current_names, parse, show
 from unisono.run.directory import with_previous_settings
 from unisono.sync import Gossip
-from unisono.trainer.checkpointing import history
+from unisono.trainer.checkpoint_restorer import history
 
 OLD_RUN = Path(__file__).parent / "earlier_run"  # config.toml, task and checkpoint, as an earlier version wrote them
 OLD = Config(
