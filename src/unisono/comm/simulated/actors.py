@@ -290,4 +290,6 @@ def _copy(message: ActorMessage) -> ActorMessage:
 def _overwrite(message: ActorMessage) -> None:
     """Overwrite memory that a transport would reuse, so that no caller relies on its content."""
     for x in message.tensors:
-        x.fill_(math.nan if x.is_floating_point() else x.dtype == torch.bool or torch.iinfo(x.dtype).max)
+        x.fill_(
+            math.nan if x.is_floating_point() or x.is_complex() else x.dtype == torch.bool or torch.iinfo(x.dtype).max
+        )
