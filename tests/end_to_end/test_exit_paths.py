@@ -531,7 +531,7 @@ WRONG = {
     "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of equal length, and sequences",
     "text --model.heads 3 --model.width 24 --workers 2 --layout Layout(tensor=2)": "not divide by 2; at most 3; write "
     "Layout()",
-    "text --model.context 18 --workers 2 --layout Layout(context=2)": "length 18 here; write Layout(), or pad or cut "
+    "text --model.context 18 --workers 2 --layout Layout(context=2)": "have length 18; write Layout(), or pad or cut "
     "sequences: the nearest length that works is 16",
     "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Auto, ByName, ",
     "own.py:task --run-dir whole": "whole: the directory exists; add --resume to continue the run",

@@ -208,7 +208,7 @@ def test_where_shares_cannot_follow_asking_for_it_is_refused(settings, words) ->
 
 
 def test_under_a_layout_it_is_refused_too() -> None:
-    with pytest.raises(InvalidInput, match=r"balance = on: with Layout\(shard=2\) workers compute a micro-batch"):
+    with pytest.raises(InvalidInput, match=r"balance = on: with Layout\(shard=2\), workers compute a micro-batch"):
         resolve_config(regression(), {"workers": 2, "layout": "Layout(shard=2)", "balance": "on"})
 
 

@@ -72,7 +72,7 @@ def test_a_run_its_checkpoints_one_of_them_and_its_result_can_be_loaded(result: 
 
 def test_a_result_does_not_stand_for_an_older_checkpoint(result: Result) -> None:
     paths = dict(checkpoints(Path(result.run, "checkpoints")))
-    with pytest.raises(CheckpointError, match="this is the newest sound checkpoint, and the run has come to step 2"):
+    with pytest.raises(CheckpointError, match="this is the newest sound checkpoint, and the run has reached step 2"):
         replace(result, run=str(paths[1])).state_dict()
 
 
@@ -102,7 +102,7 @@ def test_export_writes_what_torch_and_safetensors_read(
      (("RUN", "--to", "model.bin"), "--to = model.bin: neither .safetensors nor .pt"),
      (("RUN", "--to", "nowhere/model.pt"), "nowhere/.model.pt.tmp: No such file or directory"),
      (("RUN", "--to", "there.pt"), "--to = there.pt: it exists already"),
-     (("RUN", "--to", "x.pt", "--max-shard-bytes", "5GB"), "--max-shard-bytes = 5GB: a .pt file is one; leave it out"),
+     (("RUN", "--to", "x.pt", "--max-shard-bytes", "5GB"), "--max-shard-bytes = 5GB: a .pt file is not split; leave it out"),
      (("nowhere", "--to", "x.pt"), "run = nowhere: there is no checkpoint"),
      (("a", "b", "--to", "x.pt"), "RUN = a b: one run is needed")],
     ids=str,

@@ -446,7 +446,7 @@ def test_memory_of_others_is_written_once_and_for_real() -> None:
         return nn.Linear(3, 3)
 
     deferred = record(build)
-    assert "not the model's alone" in deferred.why
+    assert "writes to memory outside of the model" in deferred.why
     assert counter.tolist() == [1, 1, 1]
 
 

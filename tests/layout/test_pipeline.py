@@ -288,7 +288,7 @@ def normed_twice() -> nn.Module:
     ("model", "sample", "stages", "cuts", "named"),
     [
         (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would update running statistics.*1.running_mean"),
-        (Branching, torch.ones(2, 8), 2, None, "Branching.*depends on the numbers in a tensor.*nn.Sequential"),
+        (Branching, torch.ones(2, 8), 2, None, "Branching.*depends on the values of a tensor.*nn.Sequential"),
         (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 7"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2",), "2 stages, not 3"),

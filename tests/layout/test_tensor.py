@@ -320,7 +320,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
         ),
         (3, {"body.2.all": "column of thirds"}, "32 outputs in each of its 3 blocks do not divide by tensor=3; write "),
         (3, {"tokens": "vocabulary"}, "64 rows do not divide by tensor=3"),
-        (2, {"body.0.*s": "column", "body.0.back": "column"}, "column without a row layer after it"),
+        (2, {"body.0.*s": "column", "body.0.back": "column"}, "column without a later row layer"),
         (2, {"body.0.*": "column", "body.0.back": "row"}, "body.0.back is also 'body.0.back': 'row'; name each"),
         (
             2,
@@ -363,7 +363,7 @@ def test_a_plan_says_why_something_stays_whole() -> None:
     assert "MultiheadAttention" in encoder.whole["layer.self_attn"]
     odd = derive(Separate(36, 3), 2, (torch.randn(2, 5, 36),))
     assert "3 heads" in odd.whole["queries"]
-    assert "no sample" in derive(Separate(), 2, None).whole["queries"]
+    assert "without a sample input" in derive(Separate(), 2, None).whole["queries"]
 
 
 def test_verification_leaves_no_trace() -> None:
