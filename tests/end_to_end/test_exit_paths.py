@@ -524,7 +524,7 @@ WRONG = {
     "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",
     "own.py:task --layout Foo(": "layout = Foo(: not a literal call",
     "own.py:task --layout Layout(tensor=2)": "write --workers 2",
-    "own.py:task --workers 2 --layout Layout(shard=4)": "and 2 are not a multiple; write --workers 4, or Lay",
+    "own.py:task --workers 2 --layout Layout(shard=4)": "and 2 is not a multiple of it; write --workers 4, or Lay",
     "own.py:task --workers 3 --layout Layout(pipeline=3)": "2 units, so 1 to 2 stages; write Layout()",
     "own.py:task --workers 2 --layout Layout(pipeline=2,cuts=('9',))": "cuts = 9: Sequential has no module of that",
     "own.py:task --workers 2 --layout Layout(context=2)": "context = 2: Sequential on parts of a sequence: it cannot",
