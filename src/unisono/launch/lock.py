@@ -27,6 +27,7 @@ from unisono.system import process
 
 LOCK = "lock"  # in the run's directory
 _EXIT_SECONDS = 10.0  # that workers may take to exit after their launcher
+_KILLED_SECONDS = 1.0  # that a command may take to exit after it was sent SIGKILL, on a loaded host
 _RETRY_SECONDS = 0.05
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("unisono")
@@ -87,7 +88,7 @@ def make_unique_directory(path: Path, mode: int = 0o777) -> Path:
 def hold_lock(directory: Path, holder: Holder) -> Iterator[None]:
     """Hold the lock of `directory` for the command `holder`, shared with its other processes.
 
-    Waits up to ten seconds for the workers of a command that has exited.
+    Waits up to ten seconds for the workers of a command that has exited, and one second for any other holder.
 
     Raises:
         InvalidInput: another command holds it.
@@ -102,14 +103,15 @@ def hold_lock(directory: Path, holder: Holder) -> Iterator[None]:
 
 def _acquire(path: Path, holder: Holder) -> int:
     """Acquire the lock; returns the descriptor that holds it."""
-    deadline = time.monotonic() + _EXIT_SECONDS
+    began = time.monotonic()
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if _lock(file, holder) and _is_at(file, path):
                 return file
             other = _read(file)
-            if not (other and other.is_releasing and time.monotonic() < deadline):
+            patience = _EXIT_SECONDS if other and other.is_releasing else _KILLED_SECONDS
+            if time.monotonic() - began > patience:
                 raise _refused(path.parent, other)
         except BaseException:
             os.close(file)
