@@ -102,7 +102,7 @@ def test_export_writes_what_torch_and_safetensors_read(
      (("RUN", "--to", "model.bin"), "--to = model.bin: neither .safetensors nor .pt"),
      (("RUN", "--to", "nowhere/model.pt"), "nowhere/.model.pt.tmp: No such file or directory"),
      (("RUN", "--to", "there.pt"), "--to = there.pt: it exists already"),
-     (("RUN", "--to", "x.pt", "--max-shard-bytes", "5GB"), "--max-shard-bytes = 5GB: a .pt file is not split; leave it out"),
+     (("RUN", "--to", "x.pt", "--max-shard-bytes", "5GB"), "5GB: a .pt file is not split; leave it out"),
      (("nowhere", "--to", "x.pt"), "run = nowhere: there is no checkpoint"),
      (("a", "b", "--to", "x.pt"), "RUN = a b: one run is needed")],
     ids=str,
