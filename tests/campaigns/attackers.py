@@ -25,7 +25,7 @@ from typing import Any
 
 from unisono.comm.actors import handshake
 from unisono.membership import CoordinatorAddress
-from unisono.membership.http_client import HttpConnection, NoBody
+from unisono.membership.http_client import EmptyBody, HttpConnection
 
 ROUTES = [
     "/v1/challenge",
@@ -268,7 +268,7 @@ class Member:
         """Bodies of every form, to every route that takes one."""
         for route in ("/v1/beat", "/v1/gone", "/v1/running"):
             for body in self._bodies():
-                answer = self._line.request("POST", route, body, NoBody)
+                answer = self._line.request("POST", route, body, EmptyBody)
                 self.done["messages sent"] += 1
                 if answer is not None and answer.status >= 500:
                     self.broken.append(f"POST {route} is answered {answer.status}")

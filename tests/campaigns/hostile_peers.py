@@ -27,7 +27,7 @@ from unisono.comm.actors.services import ActorHost
 from unisono.comm.actors.wire_format import BrokenMessage
 
 LARGEST_BYTES = 1 << 22
-NOBODY = 1000  # numbers of senders from here on belong to no worker
+UNKNOWN_SENDER = 1000  # numbers of senders from here on belong to no worker
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Target:
         wire.settimeout(10.0)
         return wire
 
-    def trusted(self, number: int = NOBODY) -> Client:
+    def trusted(self, number: int = UNKNOWN_SENDER) -> Client:
         """A connection that knows the token."""
         return Client(handshake.authenticate(self.connect(), self.token, number, 0))
 
@@ -134,7 +134,7 @@ def replay(server: Target) -> None:
     with server.connect() as first, server.connect() as second:
         challenge_bytes = handshake._receive_exactly(first, handshake.CHALLENGE_BYTES)
         handshake._receive_exactly(second, handshake.CHALLENGE_BYTES)
-        second.sendall(handshake.claim(server.token, challenge_bytes, NOBODY, 0))
+        second.sendall(handshake.claim(server.token, challenge_bytes, UNKNOWN_SENDER, 0))
         assert ended(second)
 
 
@@ -217,7 +217,7 @@ def served(server: Target) -> None:
     until = time.monotonic() + 20.0
     while True:
         try:
-            with server.trusted(NOBODY + 1) as client:
+            with server.trusted(UNKNOWN_SENDER + 1) as client:
                 client.say(b"".join(wire_format.encode(ActorMessage("value"))))
                 assert client.sock.recv(4) == b"uni2"
                 return

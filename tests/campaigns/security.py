@@ -43,7 +43,7 @@ from unisono.membership.endpoint import Endpoint
 
 ADDRESSES = ("10.84.0.1", "10.84.0.2", "10.84.0.3")
 COORDINATOR, HOSTILE = 4000, 4001
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534
 HOSTILE_WORKER = Path(__file__).parent / "hostile_worker"
 HOSTILE_FILES = 100
 MOST_GROWTH_BYTES, MOST_GROWTH_DESCRIPTORS = 64 << 20, 16
@@ -126,7 +126,7 @@ def attacked(directory: Path, words: Sequence[str], seconds: float) -> tuple[dic
         strangers = {
             "stranger": _strangers(net, 2, "stranger", ADDRESSES[0]),
             "stranger of host 1": _strangers(net, 2, "stranger-1", ADDRESSES[1]),
-            "another user": _strangers(net, 0, "user", "127.0.0.1", "--user", str(NOBODY)),
+            "another user": _strangers(net, 0, "user", "127.0.0.1", "--user", str(UNPRIVILEGED_USER)),
             "member": _strangers(net, 2, "member", ADDRESSES[0], "--authority", pin, UNISONO_TOKEN=token),
         }
         _until(lambda: time.monotonic() > began + _KILL * seconds, train, "the run goes on under attack")

@@ -239,7 +239,7 @@ def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
     with pytest.raises(PeerLost):
         connections[1].call(ActorMessage("echo")).wait()
     assert connections[0].call(ActorMessage("watch")).wait().fields["senders"] == [-2]
-    assert connections[0].call(ActorMessage("forward", {"to": 1})).wait().kind == "nobody"
+    assert connections[0].call(ActorMessage("forward", {"to": 1})).wait().kind == "not there"
     together(comm)
     return lost.value.ranks
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from tests.support.leftovers import within
+from tests.support.observers import NoObserver
 from unisono.elastic.extra_state import ExtraState, from_tensors, to_tensors
 from unisono.elastic.loop_group import in_order
 from unisono.errors import InvalidInput, RunFailed
 from unisono.launch.failure import Failure
 from unisono.launch.restart_policy import IndependentExit, JoinedLauncher, RestartFailed
-from unisono.membership.protocol import StepCount
 
 STEPS, HIT = 400, 7
 SCRIPT = """
@@ -256,7 +256,7 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
 
 @pytest.mark.long
 def test_who_is_dealt_its_work_takes_again_what_was_dealt_out_since_all_met(tmp_path: Path, peace) -> None:
-    """Nobody waits for anybody, but for a meeting every fifth step."""
+    """Workers wait for each other only to synchronize, at every fifth step."""
     told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync="Gossip(asynchronous=True,synchronize_every=5)")
     assert told.keys() == {"0", "1", "2"}
     assert len({each["weights"] for each in told.values()}) == 1
@@ -366,24 +366,8 @@ def test_who_was_there_first_keeps_its_number() -> None:
     assert in_order(["2", "host-1:0", "0.2", "10"]) == ["2", "10", "host-1:0", "0.2"]
 
 
-class Nobody:
-    step_count = StepCount()
-
-    def fetch_step_count(self) -> StepCount:
-        return self.step_count
-
-    def others_continue(self, without: Set[str]) -> bool:
-        return False
-
-    def process_started(self, worker: str, pid: int) -> None:
-        pass
-
-    def process_exited(self, worker: str) -> None:
-        pass
-
-
 def policy() -> IndependentExit:
-    found = IndependentExit(RestartFailed(3, Nobody()), range(3))
+    found = IndependentExit(RestartFailed(3, NoObserver()), range(3))
     for place in range(3):
         found.next_name(place)
         found.on_message({"kind": "loop", "place": place})
@@ -392,7 +376,7 @@ def policy() -> IndependentExit:
 
 def test_who_dies_before_all_have_come_to_the_loop_ends_the_run() -> None:
     """What they do together before, from meeting each other to the same first weights, takes all of them."""
-    found, what = IndependentExit(RestartFailed(3, Nobody()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
+    found, what = IndependentExit(RestartFailed(3, NoObserver()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
     found.on_message({"kind": "loop", "place": 0})
     assert found.worker_failed(replace(what, rank=0), 2, 1.0).restart_in_seconds == 0
     cause = found.worker_failed(what, 2, 1.0).failure
@@ -438,7 +422,7 @@ def test_who_left_is_told_and_who_came_to_the_end_is_not() -> None:
     ids=["others go on", "that was the end for all", "the loop is over"],
 )  # fmt: skip
 def test_all_of_a_launcher_who_end_inside_the_loop_have_failed_where_others_go_on(others_continue, over, fails) -> None:
-    class Elsewhere(Nobody):
+    class Elsewhere(NoObserver):
         def others_continue(self, without: Set[str]) -> bool:
             assert without == {"host:0", "host:1"}
             return others_continue

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from tests.support.command_runs import TASK, events, last_step, running_training, stderr_of
 from tests.support.leftovers import session, within
+from tests.support.tally import Tally
 from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
@@ -39,21 +40,11 @@ OTHERS = ["DiLoCo(every=6)", "DiLoCo(every=4,fragments=2,delay=1)", "Gossip(sync
 DEALT = ["Gossip(asynchronous=True,synchronize_every=4)", "Gossip(Complete(),asynchronous=True,synchronize_every=6)"]
 
 
-class Tally(nn.Module):
-    """A number per sample, which grows by as much each time that the sample is learned from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = nn.Parameter(torch.zeros(SAMPLES))
-
-    def forward(self, which: Tensor) -> Tensor:
-        return self.seen[which]
-
-
 def tally() -> Task:
     """Sample i is learned from c times when ``seen[i]`` is c."""
     return Task(
-        model=Tally, data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
+        model=lambda: Tally(SAMPLES),
+        data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
         inputs=lambda batch: batch[0],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=float(BATCH)))  # fmt: skip
 

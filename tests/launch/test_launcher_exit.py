@@ -146,6 +146,16 @@ def test_workers_continue_when_the_fork_server_is_killed(marker: str, tmp_path: 
         assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
 
 
+def test_workers_whose_fork_server_is_killed_before_it_has_done_with_them_continue(marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "wait_for_stop", "tests.support.stalled_fork_server") as launcher:
+        await_running(launcher)
+        kill(marker, "forkserver")
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "running 0\n"  # a notice
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
+
+
 def test_without_a_fork_server_workers_are_killed_with_the_launcher(marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "ignore_stop") as launcher:
         await_running(launcher)

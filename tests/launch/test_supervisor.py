@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.launchers import await_running, code, toy
 from tests.support.leftovers import processes, within
+from tests.support.observers import NoObserver
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, LaunchOptions, launch, supervisor
 from unisono.launch.failure import Failure
@@ -227,24 +228,6 @@ def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) 
         assert set(processes(marker).values()) == {f"{marker} {role}" for role in roles}
         launcher.send_signal(number)
     assert launcher.returncode == code(number)
-
-
-class NoObserver:
-    """An observer that ignores all processes."""
-
-    step_count = StepCount()
-
-    def fetch_step_count(self) -> StepCount:
-        return self.step_count
-
-    def others_continue(self, without: Set[str]) -> bool:
-        return False
-
-    def process_started(self, worker: str, pid: int) -> None:
-        pass
-
-    def process_exited(self, worker: str) -> None:
-        pass
 
 
 def fallen(place: int, at_seconds: float = 0.0) -> Failure:

@@ -25,7 +25,7 @@ from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.certificate import pin, with_certificate
 from unisono.membership.contact_file import read_contact
 from unisono.membership.endpoint import CoordinatorOptions, Endpoint
-from unisono.membership.http_client import HttpConnection, NoBody, fetch
+from unisono.membership.http_client import EmptyBody, HttpConnection, fetch
 from unisono.membership.messages import HeartbeatReply, RunSpecMessage, StatusMessage
 from unisono.run.consent import Consent
 from unisono.run.elastic_run import Script, elastic_run, fetch_work, policy_of
@@ -178,16 +178,16 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
         line = HttpConnection(CoordinatorAddress(coordination.url, TOKEN))
         sound = {"task": "digits", "settings": {"steps": 3}}
         for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
-            answer = line.request("PUT", "/v1/order", wrong, NoBody)
+            answer = line.request("PUT", "/v1/order", wrong, EmptyBody)
             assert answer is not None
             assert answer.status == 422
         deep: dict[str, Any] = {}
         for _ in range(400):
             deep = {"x": deep}
-        answer = line.request("PUT", "/v1/order", {**sound, "arguments": deep}, NoBody)
+        answer = line.request("PUT", "/v1/order", {**sound, "arguments": deep}, EmptyBody)
         assert answer is not None
         assert answer.status == 422
-        answer = line.request("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, NoBody)
+        answer = line.request("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, EmptyBody)
         assert answer is None or answer.status == 413
 
 

@@ -71,7 +71,7 @@ class Echo:
 
         def then(said: ActorMessage | None) -> None:
             if said is None:
-                answer(ActorMessage("nobody", {"to": after}))
+                answer(ActorMessage("not there", {"to": after}))
             else:
                 answer(ActorMessage("forwarded", said.fields, said.tensors))
 

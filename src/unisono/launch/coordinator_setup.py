@@ -22,7 +22,7 @@ from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership import contact_file as card
 from unisono.membership.certificate import fingerprint, with_certificate
 from unisono.membership.endpoint import CoordinatorOptions
-from unisono.membership.http_client import HttpConnection, NoBody, check_response, fetch
+from unisono.membership.http_client import EmptyBody, HttpConnection, check_response, fetch
 from unisono.membership.messages import RunSpecMessage
 from unisono.membership.server.store import Store
 from unisono.system import atomic_files as atomic
@@ -108,7 +108,7 @@ def _start_coordinator(
 def _send_spec(contact: CoordinatorAddress, spec: RunSpecFields) -> None:
     """Store the spec of the run at the coordinator."""
     body = json.loads(json.dumps(spec, default=str))
-    answer = check_response(contact, HttpConnection(contact).request("PUT", "/v1/order", body, NoBody))
+    answer = check_response(contact, HttpConnection(contact).request("PUT", "/v1/order", body, EmptyBody))
     if answer.status == 409:
         raise InvalidInput(
             "--coordinator", contact.url, "it serves another run, and a coordinator serves one run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from unisono.membership.http_client import HttpConnection, NoBody
+from unisono.membership.http_client import EmptyBody, HttpConnection
 from unisono.membership.protocol import CoordinatorAddress
 
 _ANSWER_SECONDS = 2.0
@@ -47,6 +47,6 @@ class ExitNotifier:
 
     def _send(self) -> None:
         while (name := self._names.get()) is not None:
-            while self._connection.request("POST", "/v1/gone", {"worker": name}, NoBody) is None:
+            while self._connection.request("POST", "/v1/gone", {"worker": name}, EmptyBody) is None:
                 if self._closed.wait(_RETRY_SECONDS):
                     return

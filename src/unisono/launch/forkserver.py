@@ -11,8 +11,9 @@ multiprocessing's fork server does not fit. A start blocks until the imports are
 hold the pipe by which its server would notice the launcher's exit. And each worker runs the user's script again.
 
     launcher ── WorkerSpec, descriptors ──► server ── fork, fork ──► worker
-             ◄── {"ready"} {"rank", "pid"} ──
+             ◄── {"ready"} ──
              ── {"exited"} ──►
+             ◄── {"rank", "pid"} ──────────────────────────────────
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class ForkServer:
         assert self._control is not None
         try:
             message = self._control.recv(_MAX_MESSAGE_BYTES)
-        except ConnectionResetError:
-            message = b""
+        except ConnectionResetError:  # the server has left requests unread; what it and its workers sent is read next
+            return []
         if not message:
             return self._server_exited()
         event: Mapping[str, Any] = json.loads(message)
@@ -291,7 +292,6 @@ class _ServerProcess:
             os.close(descriptor)
         pid = int.from_bytes(self._forked_pid[:])
         self._workers.add(pid)
-        self._send(rank=spec.rank, pid=pid)
 
     def _fork_again(self, spec: WorkerSpec, descriptors: Sequence[int]) -> NoReturn:
         """Fork the worker in a child that exits at once, so that the launcher adopts the worker."""
@@ -299,7 +299,7 @@ class _ServerProcess:
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_worker(child)
+                self._become_worker(child, spec.rank)
                 status = worker_main.main(spec, f"file://{self._rendezvous}", *descriptors)
             else:
                 process.make_group_leader(pid)
@@ -308,13 +308,15 @@ class _ServerProcess:
         finally:
             os._exit(status)
 
-    def _become_worker(self, parent: int) -> None:
+    def _become_worker(self, parent: int, rank: int) -> None:
+        """Leave the server. The worker itself reports its start, as the server may be killed before it can."""
         process.make_group_leader(0)
         while os.getppid() == parent:  # which is about to exit
             os.sched_yield()
         process.exit_with_parent(self._launcher)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        self._send(rank=rank, pid=os.getpid())
         self._control.close()
 
     def _send(self, **message: Any) -> None:

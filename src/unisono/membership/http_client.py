@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 16
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class NoBody(BaseModel):
+class EmptyBody(BaseModel):
     """The body of a response of which only the status is needed."""
 
 

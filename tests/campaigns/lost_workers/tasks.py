@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.support import layout_models
+from tests.support.tally import Tally
 from unisono import Task
 
 STEPS, LAST = 60, 6
@@ -53,21 +53,11 @@ def gpt(*, over: str = "") -> Task:
     return replace(layout_models.gpt(), schedule=paced(over), defaults={**layout_models.STEPS, "steps": STEPS})
 
 
-class Tally(nn.Module):
-    """A number per sample, which grows by one each time that the sample is learned from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = nn.Parameter(torch.zeros(SAMPLES))
-
-    def forward(self, which: Tensor) -> Tensor:
-        return self.seen[which]
-
-
 def tally(*, over: str = "") -> Task:
     """At the end, each sample's number is how often it was learned from."""
     return Task(
-        model=Tally, data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
+        model=lambda: Tally(SAMPLES),
+        data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
         inputs=lambda batch: batch[0], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=float(BATCH)),
         schedule=paced(over),
         defaults={"steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "load": "Inline()"})  # fmt: skip

@@ -20,8 +20,9 @@ from tests.support import processes
 from tests.support.coordinator import TOKEN, running_coordinator
 from tests.support.layout_runs import ROOT
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
+from unisono.launch.process_monitor import ProcessMonitor
 from unisono.membership import CoordinatorAddress
-from unisono.membership.http_client import HttpConnection, NoBody
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage
 from unisono.observe import progress_reporter as telling
 from unisono.run.elastic_run import policy_of
@@ -44,6 +45,7 @@ class UnderWay:
     ear: Ear
     stack: contextlib.ExitStack
     line: HttpConnection
+    monitor: ProcessMonitor
     workers: dict[str, processes.Workers] = field(default_factory=dict)
     _returned: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -58,6 +60,7 @@ class UnderWay:
             given = (name, self.task, dict(self.settings), self.path, self.contact, self.ear.address)
             started = processes.start(1, _attend, *given, timeout_seconds=LONGEST_SECONDS)
             self.workers[name] = self.stack.enter_context(started)
+            self.monitor.process_started(name, self.workers[name].processes[0].pid)
 
     def until(self, step: int) -> None:
         """Wait for somebody to say that it is done."""
@@ -90,7 +93,7 @@ class UnderWay:
         os.kill(process.pid, how)
         if how is signal.SIGKILL:
             process.join()
-            self.line.request("POST", "/v1/gone", {"worker": name}, NoBody)
+            self.monitor.process_exited(name)
 
     def result(self) -> dict[str, Any]:
         """What it came to."""
@@ -154,7 +157,8 @@ def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **set
         stack.callback(line.close)
         ear = Ear(f"{meeting}/ear")
         stack.callback(ear.close)
-        run = UnderWay(source, settings, path, contact, ear, stack, line)
+        monitor = stack.enter_context(ProcessMonitor(contact))  # or a busy host looks like a frozen worker
+        run = UnderWay(source, settings, path, contact, ear, stack, line, monitor)
         run.start([str(i) for i in range(workers)])
         yield run
 

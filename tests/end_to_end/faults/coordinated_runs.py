@@ -26,7 +26,7 @@ from tests.support.training_runs import HERE
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.endpoint import Endpoint
-from unisono.membership.http_client import HttpConnection, NoBody
+from unisono.membership.http_client import EmptyBody, HttpConnection
 from unisono.membership.messages import StatusMessage
 from unisono.membership.server.http_server import CoordinatorServer
 from unisono.run.spec import RunSpec
@@ -97,7 +97,7 @@ class UnderWay:
 
     def gone(self, rank: int) -> None:
         """What a launcher says when it sees a process end."""
-        self.line.request("POST", "/v1/gone", {"worker": str(rank)}, NoBody)
+        self.line.request("POST", "/v1/gone", {"worker": str(rank)}, EmptyBody)
 
 
 @contextmanager

@@ -13,8 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from unisono.membership.messages import (
     DecisionMessage,
     ExitMessage,
-    HeartbeatReply,
-    HeartbeatRequest,
     RunningMessage,
     RunningReply,
     StatusMessage,
@@ -39,11 +37,6 @@ def application(service: Service, token: str) -> TokenAuth:
 
     app = FastAPI(title="Unisono coordinator", version="1", lifespan=ticking, docs_url=None, redoc_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
-
-    @app.post(HEARTBEAT_PATH)
-    async def heartbeat(message: HeartbeatRequest) -> HeartbeatReply:
-        """Report a worker's state, and receive the latest view."""
-        raise NotImplementedError("HeartbeatRoute takes these requests")
 
     @app.post("/v1/gone", status_code=204)
     async def exited(message: ExitMessage) -> None:
