@@ -245,7 +245,7 @@ class CustomLoop:
             self.group.session.check()
         end(step)
         if self._inputs is not None and step.extra is not None:
-            self._inputs.hear(step.extra)
+            self._inputs.compare(step.extra)
         self._count()
         if self.group.recovers and step.extra is not None:
             self.views.act_on_control(step.extra, self._replica)
@@ -334,7 +334,7 @@ class CustomLoop:
             self._end_forward(self._last)
 
     def _control_numbers(self) -> list[float]:
-        return self.views.control_word() + (self._inputs.says() if self._inputs else [])
+        return self.views.control_word() + (self._inputs.control_word() if self._inputs else [])
 
     def _end_forward(self, last: bool) -> None:
         assert self._replica is not None

@@ -42,13 +42,13 @@ class SameInputs:
             model.register_forward_pre_hook(Attached(self._add_inputs), with_kwargs=True) if needs_hook else None
         )
 
-    def says(self) -> list[float]:
+    def control_word(self) -> list[float]:
         """This worker's digest at its rank, and 0 at all others; 0 there too until enough passes were digested."""
         due = not (self._passes_left or self._done)
         digest = 1.0 + (self._digest.intdigest() >> 12) if due else 0.0  # exact in a float64
         return [digest if rank == self._rank else 0.0 for rank in range(self.words)]
 
-    def hear(self, digests: Sequence[float]) -> None:
+    def compare(self, digests: Sequence[float]) -> None:
         """Compare the digests of all workers from one step's control word."""
         if self._done or not all(digests):
             return

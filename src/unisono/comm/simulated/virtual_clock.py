@@ -12,7 +12,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +48,13 @@ class VirtualScheduler:
         self._random = [_random_state(seed, rank) for rank in range(size)]
         self._over = threading.Event()
         self._interrupted = False
+        self._failure: BaseException | None = None  # of an event
 
     def run(self, run_worker: Callable[[int], None]) -> None:
-        """Run ``run_worker(rank)`` for each worker; it must not raise. Returns when all have finished."""
+        """Run ``run_worker(rank)`` for each worker; it must not raise. Returns when all have finished.
+
+        Raises what an event has raised; the workers then end with SystemExit where they wait.
+        """
         threads = [
             threading.Thread(
                 target=self._run_worker, args=(rank, run_worker), name=f"virtual worker {rank}", daemon=True
@@ -62,12 +66,16 @@ class VirtualScheduler:
         try:
             for thread in threads:
                 thread.start()
-            self._run_next()
+            with suppress(SystemExit):  # an event has raised
+                self._run_next()
             self._over.wait()
             for thread in threads:
                 thread.join()
+            if self._failure is not None:
+                raise self._failure
         finally:
-            self._interrupted = not self._over.is_set()
+            if not self._over.is_set():  # Ctrl-C
+                self._interrupt()
             torch.set_num_threads(intra_op)
             _set_random(outside)
 
@@ -90,7 +98,7 @@ class VirtualScheduler:
             self._schedule(rank, time)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
-        """Have ``event()`` called at `time`, before any worker continues from there; it must not raise.
+        """Have ``event()`` called at `time`, before any worker continues from there; if it raises, the simulation ends.
 
         Events of the same time are called in the order of their scheduling, in the thread of any worker.
         """
@@ -119,9 +127,15 @@ class VirtualScheduler:
 
     def _run_worker(self, rank: int, run_worker: Callable[[int], None]) -> None:
         self._may_run[rank].acquire()
+        if self._interrupted:
+            return
         _set_random(self._random[rank])
-        run_worker(rank)
-        self._run_next()
+        try:
+            run_worker(rank)
+            self._run_next()
+        except SystemExit:
+            if not self._interrupted:
+                raise
 
     def _yield(self, rank: int) -> None:
         next_rank = self._pick()
@@ -131,7 +145,7 @@ class VirtualScheduler:
         assert next_rank is not None  # at least `rank` itself has not finished
         self._may_run[next_rank].release()
         self._may_run[rank].acquire()
-        if self._interrupted:  # by Ctrl-C in the thread that called `run`
+        if self._interrupted:
             raise SystemExit
         _set_random(self._random[rank])
 
@@ -145,6 +159,8 @@ class VirtualScheduler:
     def _pick(self) -> int | None:
         """The worker with the smallest clock of those that can continue; None when all have finished."""
         while True:
+            if self._interrupted:
+                raise SystemExit
             _drop(self._ready, self._wake_at)
             _drop(self._timers, self._timer_at)
             if not self._ready and not self.waiting:
@@ -156,7 +172,19 @@ class VirtualScheduler:
             if not self._events or queue[0][0] < self._events[0][0]:
                 return self._resume(*heapq.heappop(queue))
             self.now, _, event = heapq.heappop(self._events)
-            event()
+            try:
+                event()
+            except BaseException as error:
+                self._failure = error
+                self._interrupt()
+                self._over.set()
+
+    def _interrupt(self) -> None:
+        """Have every worker end where it waits."""
+        self._interrupted = True
+        for lock in self._may_run:
+            with suppress(RuntimeError):  # this worker may run already
+                lock.release()
 
     def _resume(self, time: float, rank: int) -> int:
         self.now = self.clock[rank] = max(self.clock[rank], time)
