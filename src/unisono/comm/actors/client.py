@@ -273,18 +273,22 @@ def connect_actor(
     """A connection to `actor`, once its process answers.
 
     Raises:
-        PeerLost: no process that knows the token answers within the deadline, or the time that a process may
-            take to start if that is longer; or `abort` was set.
+        PeerLost: no process answers within the deadline, or the time that a process may take to start if that is
+            longer; processes that answer close every connection within the deadline, as one does that knows
+            another token; or `abort` was set.
     """
-    abort, until = abort or Abort(), time.monotonic() + max(timeout_seconds, _START_SECONDS)
+    abort, began = abort or Abort(), time.monotonic()
     while True:
-        left = until - time.monotonic()
+        left = began + max(timeout_seconds, _START_SECONDS) - time.monotonic()
         try:
             trusted = abort.run("connect", partial(_authenticated, actor, token, sender, max(left, 0.01), abort))
             _set_socket_options(trusted.sock, timeout_seconds)
             return SocketConnection(trusted, actor, count, run)
         except OSError as error:
             # Refused: the process has exited, as an address is published only once its socket listens.
+            # Reset: the process has started. Another attempt may succeed if it had too many connections.
+            if isinstance(error, ConnectionResetError):
+                left = began + timeout_seconds - time.monotonic()
             if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
                 raise PeerLost([actor.rank], "connect", f"{actor.name}: {error}") from error
             time.sleep(_RETRY_SECONDS)
