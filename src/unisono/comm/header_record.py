@@ -118,14 +118,17 @@ def check_root(root: int, size: int) -> None:
 def check_all_ranks(xs: Sequence[Tensor], like: Sequence[Tensor], size: int) -> None:
     """Raises `ValueError` unless there is one tensor to each rank, and one from each."""
     if len(xs) != size or len(like) != size:
-        raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {size} workers")
+        raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: give one for each of {size} workers")
 
 
 def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank: int, size: int) -> None:
     """Raises `ValueError` unless `xs` and `like` have the same ranks, all of them other workers."""
     invalid = [other for other in xs if other == rank or not 0 <= other < size]
     if invalid or set(xs) != set(like):
-        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: give the same ranks twice, all of other workers")
+        raise ValueError(
+            f"swap: xs is for ranks {sorted(xs)}, like for ranks {sorted(like)}; "
+            f"both must name the same ranks from 0 to {size - 1}, without this worker's own, {rank}"
+        )
 
 
 def _describe(part: Sequence[int]) -> str:

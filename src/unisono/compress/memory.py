@@ -34,9 +34,9 @@ class CompressorMemory:
         self._pending[key] = value
 
     def spare(self, key: str) -> Any:
-        """The value before the current one, which may be overwritten and put again; None if there is none.
+        """The value before the current one, or None.
 
-        Returned only once per commit.
+        The caller may overwrite it and `put` it again. It is returned once per commit.
         """
         return self._spare.pop(key, None)
 

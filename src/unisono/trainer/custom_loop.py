@@ -125,7 +125,7 @@ class CustomLoop:
         return self.group.begin(recovers=self.state.local_steps or isinstance(self._options["sync"], AllReduce))
 
     def join_view(self, session: Session, attempt: Attempt) -> None:
-        """Collective: connect to the members of the view, and have the state that it starts from."""
+        """Collective: connect to the members of the view, and receive the state from which the view starts."""
         self.views.join(session, attempt)
         self._start(self._micro_batches, self._reference_weight)
         self._next_step()
