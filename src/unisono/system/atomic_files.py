@@ -23,9 +23,9 @@ _PAUSES_SECONDS = (0.05, 0.2, 0.5)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a private file atomically.
+    """Write `data` to the file `path` atomically; only the file's owner may read it.
 
-    An existing file is replaced when all data is written.
+    A file that exists at `path` stays unchanged until all of `data` is written, and is then replaced.
 
     Raises:
         OSError: the file cannot be written.
@@ -44,7 +44,9 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """A descriptor that appends to the file `path`, which is created, private, unless it exists.
+    """Open the file `path` for appending, and return its descriptor.
+
+    A file that does not exist is created; only its owner may read it.
 
     Raises:
         OSError: the file cannot be written, or it is a symbolic link or a pipe.
@@ -53,7 +55,7 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
     descriptor = os.open(path, flags, 0o600)
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is a pipe", os.fspath(path))
+        raise OSError(errno.EINVAL, "expected a file, but found a pipe", os.fspath(path))
     return descriptor
 
 
@@ -61,7 +63,7 @@ def move(source: Path, target: Path) -> None:
     """Rename a file or a directory; a file at `target` is replaced.
 
     Raises:
-        OSError: it cannot be renamed; FileNotFoundError if it does not exist.
+        OSError: `source` cannot be renamed; `FileNotFoundError` if it does not exist.
     """
     renamed = _with_retries(source.lstat)
 
@@ -69,7 +71,8 @@ def move(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except FileNotFoundError:
-            if not os.path.samestat(target.lstat(), renamed):  # otherwise a call that failed has renamed it
+            # `target` is what `source` was where an earlier attempt has renamed it, although it reported an error.
+            if not os.path.samestat(target.lstat(), renamed):
                 raise
 
     _with_retries(attempt)
@@ -93,7 +96,7 @@ def _replace(path: Path, data: bytes, *, durably: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        temporary.unlink(missing_ok=True)  # a killed process with the same pid and thread may have left one
+        temporary.unlink(missing_ok=True)  # a killed process with the same pid and thread may have left this file
         with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data)
             if durably:

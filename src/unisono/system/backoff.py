@@ -13,8 +13,8 @@ class Backoff:
 
     Args:
         first_seconds: pause before attempt 0, greater than 0.
-        factor: ratio of one pause to the one before, greater than 1.
-        longest_seconds: upper bound of all pauses.
+        factor: ratio of each pause to the previous one, greater than 1.
+        longest_seconds: upper bound of every pause.
     """
 
     first_seconds: float
@@ -22,8 +22,8 @@ class Backoff:
     longest_seconds: float
 
     def seconds(self, attempt: int) -> float:
-        """The pause before `attempt` (0, 1, …), which may be arbitrarily large."""
-        # An unbounded exponent would overflow.
+        """The pause before attempt number `attempt`, which counts from 0 and may be arbitrarily large."""
+        # The exponent is bounded, because the power of a large one would overflow.
         return min(self.first_seconds * self.factor ** min(attempt, self._growing_attempts), self.longest_seconds)
 
     @cached_property

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 
 class Bounds:
-    """Bounds in an `Annotated` type: ``ge``, ``lt``, ``min_length``, ``max_length``, ``pattern``, ``allow_inf_nan``.
+    """The bounds of a value, as metadata of its `Annotated` type.
 
-    Pydantic applies them to what it decodes; a constructor that is called directly checks nothing. This module does not
-    import pydantic, which takes time where nothing is decoded.
+    Keywords are those of pydantic's core schemas: ``ge``, ``lt``, ``min_length``, ``max_length``, ``pattern``,
+    ``allow_inf_nan``. Pydantic applies them to what it decodes; a constructor that is called directly checks nothing.
+    This module does not import pydantic: the import takes time, also in processes that decode nothing.
     """
 
     def __init__(self, **bounds: object) -> None:
@@ -20,7 +21,7 @@ class Bounds:
         return {**handler(source), **self._bounds}
 
 
-# No control characters, line ends, nor what is invisible or changes the direction of text.
+# Text without control characters, line ends, invisible characters, and characters that change the direction of text.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$"
 Count = Annotated[int, Bounds(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, Bounds(ge=0, lt=1e12, allow_inf_nan=False)]

@@ -1,4 +1,7 @@
-"""Ends the command on a signal while its modules are imported; imports little itself, to be installed first."""
+"""Ends the command with a message when a signal arrives while the command's modules are still being imported.
+
+This module itself imports little, so that its handlers are installed before the long imports begin.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import signal
 
 
 def describe_exit(status: int) -> str:
-    """The exit of a process that returned no result.
+    """How a process exited that returned no result: ``killed by SIGBUS (shared memory …)``.
 
     `status` is its exit code, or minus the number of the signal that killed it.
     """
@@ -20,7 +20,7 @@ def describe_exit(status: int) -> str:
 
 
 def exit_clause(status: int) -> str:
-    """The exit as the predicate of a sentence: ``was killed by SIGKILL``, ``ended with exit code 3``."""
+    """How a process exited, as the predicate of a sentence: ``was killed by SIGTERM``, ``ended with exit code 3``."""
     return f"was {describe_exit(status)}" if status < 0 else f"ended with exit code {status}"
 
 

@@ -14,12 +14,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 
 def exit_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as the thread of `parent` that started it ends.
+    """Let the kernel kill this process as soon as the thread that started it, of process `parent`, ends.
 
     Kills this process at once if `parent` has exited already.
     """
     _set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:  # it exited before the call, so the kernel sends no signal
+    if os.getppid() != parent:  # the parent exited before the call above, so the kernel sends no signal
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -29,7 +29,7 @@ def clear_parent_death_signal() -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill the processes of the group that `leader` leads.
+    """Kill all processes of the process group that `leader` leads.
 
     multiprocessing's resource trackers are spared: they remove the semaphores and the shared memory of killed
     processes, and then exit.
@@ -44,9 +44,9 @@ def kill_group(leader: int) -> None:
 
 
 def make_group_leader(pid: int) -> None:
-    """Make a child (0: this process) the leader of a new group.
+    """Make the child `pid` (0: this process) the leader of a new process group.
 
-    Parent and child both call it, so that neither has to wait for the other.
+    Parent and child both call this function, so that neither has to wait for the other.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
@@ -63,14 +63,14 @@ def age_seconds() -> float:
 def has_exited(pid: int) -> bool:
     """Whether the process has exited.
 
-    A zombie, for which its parent has not waited yet, has exited. Without ``/proc``, it counts as running.
+    A zombie, for which its parent has not waited yet, has exited. Without ``/proc``, a zombie counts as running.
     """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it exists, and belongs to another user
+        pass  # the process exists, and belongs to another user
     try:
         return _stat(str(pid))[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -78,15 +78,15 @@ def has_exited(pid: int) -> bool:
 
 
 def parent_pid(pid: int) -> int:
-    """The parent of a process. Raises `OSError` if it does not exist."""
+    """The pid of the parent of process `pid`. Raises `OSError` if there is no such process."""
     return int(_stat(str(pid))[1])
 
 
 def _group(leader: int) -> list[int]:
-    """The pids of the group that `leader` leads."""
+    """The pids of the process group that `leader` leads."""
     pids = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has exited
+        with contextlib.suppress(OSError):  # the process has exited meanwhile
             if entry.name.isdecimal() and int(_stat(entry.name)[2]) == leader:
                 pids.append(int(entry.name))
     return pids
@@ -111,7 +111,7 @@ def is_subreaper() -> bool:
 
 
 def set_subreaper(enabled: bool) -> None:
-    """Let this process become the parent of such descendants, or no longer."""
+    """Set whether this process becomes the parent of descendants whose parent has exited."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
 
 
