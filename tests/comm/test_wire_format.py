@@ -61,7 +61,7 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype, count: int) -> None:
     "value", [object(), torch.ones(1), b"\xff", "\ud800"], ids=["object", "tensor", "bytes", "half"]
 )
 def test_a_field_that_is_not_json_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="'push' is not JSON"):
+    with pytest.raises(TypeError, match="'push' cannot be written as JSON"):
         encode(ActorMessage("push", {"x": value}))
 
 

@@ -1,4 +1,4 @@
-"""Bytes between ranks: one communicator protocol, its transports, and actors."""
+"""Communication between ranks: one communicator protocol, its implementations, and actors."""
 
 from unisono.comm.abort import Abort as Abort
 from unisono.comm.actor import Actor as Actor

@@ -1,4 +1,4 @@
-"""Ends operations that wait for peers, from another thread than the waiting one."""
+"""Ends operations that wait for peers, from a thread other than the one that waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Abort:
-    """A flag that is passed to a communicator: once set, all waiting in it fails with `PeerLost`.
+    """A flag that is passed to a communicator: once it is set, every operation that waits there raises `PeerLost`.
 
     Code that polls checks `reason`; code that sleeps in the kernel is woken by a callback.
     """
@@ -25,11 +25,14 @@ class Abort:
 
     @property
     def reason(self) -> str:
-        """The argument of the first `set`; empty until then."""
+        """The argument of the first `set`; empty as long as the flag is not set."""
         return self._reason
 
     def set(self, reason: str) -> None:
-        """End all waiting, for `reason`; from any thread. Later calls have no effect."""
+        """Set the flag, which ends all waiting; `reason` becomes the text of the errors.
+
+        Any thread may call this. Later calls have no effect.
+        """
         if not reason:
             raise ValueError("reason='': is empty; give the reason")
         with self._lock:
@@ -40,16 +43,16 @@ class Abort:
             wake()
 
     def check(self, during: str) -> None:
-        """Raises `PeerLost` once it is set."""
+        """Raises `PeerLost` if the flag is set; `during` is the operation that the error names."""
         if self._reason:
             raise self.lost(during)
 
     def lost(self, during: str) -> PeerLost:
-        """The error of an operation that was aborted in `during`; it names no ranks."""
+        """The error of the operation `during`, which this flag has ended; it names no ranks."""
         return PeerLost([], during, self._reason)
 
     def add_callback(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Have ``wake()`` called when this is set, in the thread that sets it; at once if it is set already.
+        """Have ``wake()`` called when the flag is set, in the thread that sets it; at once if it is set already.
 
         `wake` must not block. Returns a function that removes the callback.
         """
@@ -62,12 +65,13 @@ class Abort:
         return lambda: None
 
     def run(self, during: str, call: Callable[[], T], timeout_seconds: float | None = None) -> T:
-        """The result or the error of ``call()``, which cannot be aborted and so runs in a thread of its own.
+        """Return the result of ``call()``, or raise its error.
 
-        Once this is set, or the deadline has passed, the thread is abandoned and its later result is dropped.
+        The call itself cannot be aborted, so it runs in a thread of its own. Once the flag is set, or the deadline has
+        passed, the thread is abandoned and its later result is dropped.
 
         Raises:
-            PeerLost: this was set first, or the deadline has passed.
+            PeerLost: the flag was set, or the deadline has passed, before the call returned.
         """
         self.check(during)
         results: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()

@@ -22,9 +22,9 @@ class ActorMessage:
     """A message to an actor, or its answer.
 
     Args:
-        kind: of the request or answer.
+        kind: which request or answer it is, such as ``pull``.
         fields: small values that JSON can represent.
-        tensors: flat, contiguous, on the CPU; their bytes are sent as they are in memory.
+        tensors: flat, contiguous tensors on the CPU; their bytes are sent as they are in memory.
     """
 
     kind: str
@@ -39,19 +39,23 @@ class Actor(Protocol):
     """A service that receives one message at a time. Its methods never block."""
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Process `message` of worker `sender` (or of actor ``-1 - i``).
+        """Process `message` of worker `sender`; a negative `sender` is the number ``-1 - i`` of actor *i*.
 
-        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `send`. The tensors are
-        the transport's memory, which the sender's next message overwrites: copy what is kept after the answer. Until
-        then the actor may write into them and send them back. The tensors of an answer are read until the sender's
-        next message arrives, so do not write into them before. An exception ends that sender's connection only.
+        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `send`. The tensors of
+        `message` are memory of the transport, which is reused once `message` is answered: copy what is kept longer.
+        Until then the actor may write into these tensors, and use them in its answer. The transport may read the
+        tensors of an answer until the sender's next message arrives: do not write into them before that. An exception
+        of `receive` ends the connection of this sender only.
         """
 
     def lost(self, sender: int) -> None:
-        """`sender` is lost. Its requests need not be answered."""
+        """Take note that `sender` is lost. Its requests need not be answered."""
 
     def connected(self, peers: Sequence[ActorConnection]) -> None:
-        """Called once, before the first message, with connections to all actors of the same `serve`, by number."""
+        """Called once, before the first message, with connections to all actors of the same service, by number.
+
+        A service is what one call of `Services.host` or `Services.serve` starts. It includes this actor.
+        """
 
 
 class ActorConnection(Protocol):
@@ -61,17 +65,18 @@ class ActorConnection(Protocol):
         """Send `message`; the result of the work is the answer.
 
         Several calls may be in flight, and answers may come in any order. The tensors of `message` belong to the
-        connection until its answer has arrived. The tensors of an answer are valid until the next `call` whose work
-        has been waited for.
+        connection until the answer has arrived. The tensors of an answer are valid until the caller waits for another
+        call of this connection.
 
-        Raises (in `wait`): `PeerLost` when the actor has ended, or has not answered by the deadline. Its `ranks` are
-        the worker that hosts or has started the actor, and its text names the actor.
+        Raises (in `wait`): `PeerLost` when the actor has ended, or has not answered by the deadline. The error's
+        `ranks` have the worker that hosts or has started the actor, and its text names the actor.
         """
 
     def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
-        """For actors: send `message`, and call ``then(answer)`` when the answer arrives; None: the other actor is lost.
+        """For actors: send `message`, and call ``then(answer)`` when the answer arrives.
 
-        The tensors are copied. `then` is called like `receive`: never during another call of the actor.
+        ``then(None)`` is called instead if the other actor is lost. The tensors of `message` are copied. `then` is
+        called like `receive`: never during another call of the actor that sends.
         """
 
     def close(self) -> None:
@@ -79,22 +84,24 @@ class ActorConnection(Protocol):
 
 
 class Services(Protocol):
-    """What a communicator offers besides its operations. Collective: all workers call these in the same order.
+    """The part of a communicator that starts actors. Collective: all workers call both methods in the same order.
 
-    Both return when all actors are connected. A payload has at most 1 GiB, or the actor's `largest_bytes`; a larger
-    one ends the connection. Calls count in `bytes_sent` with their headers, and so do the answers of an actor that a
-    worker hosts. Messages of a worker to itself do not.
+    Both methods return when all actors are connected. The payload of a message has at most 1 GiB, or as many bytes as
+    the actor's attribute `largest_bytes`; a larger payload ends the connection. `Communicator.bytes_sent` counts a
+    worker's calls, and the answers of the actor that it hosts, with their headers. It does not count messages between
+    a worker and the actor that it hosts.
     """
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         """Run `actor` next to this worker's training thread; returns connections to all workers' actors, by rank."""
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """Start `count` actors in processes of their own, number *i* by worker ``i % size``; returns connections.
+        """Start `count` actors in processes of their own; returns connections to them, by number.
+
+        Worker ``i % size`` starts actor *i*. The processes end when the communicator is closed, and when the worker
+        that started them ends, for whatever reason.
 
         Args:
             service: ``module:function``, called as ``function(i, config)`` in the new process; returns the actor.
             config: values that JSON can represent; the same on all workers.
-
-        The processes end with the communicator, and with the worker that started them, however it ends.
         """

@@ -27,10 +27,10 @@ class Header:
 
     Args:
         verb: the name of the method.
-        sequence: counts the operations of this channel, from 0.
-        numel, dtype: of the payload.
-        root: the rank that a broadcast comes from; -1 elsewhere.
-        to: the dtype of a sum's result; empty: that of the payload.
+        sequence: the number of the operation on its channel, from 0.
+        numel, dtype: the payload's number of elements, and their dtype.
+        root: the rank that a broadcast comes from; -1 for all other methods.
+        to: the dtype of a sum's result; empty: the dtype of the payload.
     """
 
     verb: str
@@ -60,12 +60,12 @@ class Communicator(Services, Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes sent by this worker so far, on all channels. Shared memory counts what peers had to read."""
+        """Payload bytes that this worker has sent so far, on all channels; in shared memory, those that peers read."""
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
         """The operation that this worker waits for, on any channel, and the ranks that have not started it, as far as
-        that is known; empty: it does not wait. Any thread may read it."""
+        they are known. Both are empty while this worker does not wait. Any thread may read this."""
 
     def allocate(self, numel: int, dtype: dtype) -> Tensor:
         """Collective: a zeroed flat tensor, which `sum` takes without copying it."""
@@ -73,13 +73,13 @@ class Communicator(Services, Protocol):
     def sum(self, x: Tensor, dtype: dtype | None = None) -> Work[Tensor]:
         """The sum over all peers, added in the order of ranks where the backend can promise an order.
 
-        It is added in the dtype of `x`, and converted to `dtype` (None: that of `x`) once, after the last addition.
-        The result has the shape of `x`, is to be read only, may be memory shared with peers or `x` itself, and is
-        valid until this worker starts the next `sum` of the same `x`.
+        Additions are in the dtype of `x`; the sum is converted to `dtype` (None: the dtype of `x`) once, after the last
+        addition. The result has the shape of `x`. It may be memory shared with peers, or `x` itself, so the caller must
+        not write into it. It is valid until this worker starts the next `sum` of the same `x`.
         """
 
     def gather(self, x: Tensor) -> Work[Tensor]:
-        """The `x` of all ranks: shape ``[size, *x.shape]``, row *r* from rank *r*. `x` is unchanged."""
+        """The `x` of all ranks, with shape ``[size, *x.shape]``; row *r* is from rank *r*. `x` is unchanged."""
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
         """Copy `x` of rank `root` into the `x` of every rank, which is the result."""
@@ -88,13 +88,18 @@ class Communicator(Services, Protocol):
         """Send ``xs[r]`` to rank *r*; result *r* is what rank *r* sent here, in the shape and dtype of ``like[r]``."""
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
-        """Send ``xs[r]`` to neighbour *r*, receive ``like[r]`` from neighbour *r*; only neighbours take part."""
+        """Send ``xs[r]`` to each neighbour *r*, and receive a tensor of the shape and dtype of ``like[r]`` from it.
+
+        The neighbours are the ranks in `xs`, which are also those in `like`; messages go between neighbours only.
+        Result *r* is what rank *r* sent here.
+        """
 
     def channel(self, name: str) -> Communicator:
-        """Collective: a duplicate of this communicator, whose messages do not wait for those of this one."""
+        """Collective: a duplicate of this communicator; its messages do not wait for messages of other channels."""
 
     def hierarchy(self, name: str) -> Hierarchy | None:
-        """Collective: with several workers per host and several hosts, a duplicate on two levels; else None."""
+        """Collective: a duplicate of this communicator on two levels, if there are several hosts with several workers
+        each; else None."""
 
     def now(self) -> float:
         """Seconds on this communicator's clock."""

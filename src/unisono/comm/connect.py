@@ -51,7 +51,7 @@ def connect(
     """Collective: the communicator of all workers of a run.
 
     Args:
-        rank, size: the number of this worker, ``0 .. size-1``, and of all workers.
+        rank, size: the number of this worker, ``0 .. size-1``, and how many workers there are.
         rendezvous: a URL, see `unisono.comm.rendezvous.address`; ignored if `size` is 1.
         local_size: the number of workers on this host.
         kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory if all workers run on one host, else gloo.
@@ -69,22 +69,23 @@ def connect(
 
 
 def in_blocks(size: int, local_size: int) -> list[str]:
-    """The hosts of `size` workers, where each `local_size` consecutive ranks share one."""
+    """A host's name for each of `size` workers, where every `local_size` consecutive ranks have the same host."""
     return [f"host {rank // local_size}" for rank in range(size)]
 
 
 class Rendezvous:
-    """The rendezvous of the workers of a run, from which all or some of them connect to each other.
+    """The rendezvous of the workers of a run, through which all or some of them connect to each other.
 
     Args:
         rank: the number of this worker.
-        hosts: the host of each worker; workers of the same host share memory and loopback.
+        hosts: the name of each worker's host; workers of the same host share memory and the loopback device.
         rendezvous, kind, device, timeout_seconds: as for `connect`.
-        abort: once set, all waiting here, and in communicators made here, ends with `PeerLost`.
-        security: of the run; None: workers are not authenticated at the rendezvous.
+        abort: once set, all waiting in this rendezvous, and in the communicators that it connects, ends with
+            `PeerLost`.
+        security: the secret of the run; None: workers are not authenticated at the rendezvous.
 
     Attributes:
-        complete: whether all workers were connected once.
+        complete: whether all workers have been connected to each other.
 
     Raises:
         InvalidInput: the arguments cannot work on this host.
@@ -112,7 +113,7 @@ class Rendezvous:
             return
         self._url = parse_rendezvous(rendezvous)
         self._address = own_address(self._url)
-        # One URL may serve several rendezvous of a process, one after the other: each has keys of its own.
+        # A process may use one URL for several rendezvous, one after the other: each has keys of its own.
         _rendezvous_so_far[rendezvous] += 1
         store = connect_store(self._url, rank, timeout_seconds, self._abort, self._security.token)
         self._store = PrefixedStore(f"rendezvous/{_rendezvous_so_far[rendezvous]}", store)
@@ -124,7 +125,7 @@ class Rendezvous:
 
         Raises:
             InvalidInput: the arguments cannot work on this host.
-            PeerLost: not all of them connected within the deadline (the error names the missing ones), or `abort`
+            PeerLost: not all of `ranks` connected within the deadline (the error names the missing ones), or `abort`
                 was set.
         """
         rank, size = ranks.index(self._rank), len(ranks)
@@ -192,7 +193,7 @@ class Rendezvous:
             if intra_node is not None:
                 intra_node.close()
             if reason:
-                LOG.warning("workers of one host do not share memory (%s): all use the network", reason)
+                LOG.warning("workers of one host do not share memory (%s): all workers use the network", reason)
             return
         assert intra_node is not None
         inter_node = None
@@ -207,7 +208,11 @@ class Rendezvous:
 def share_memory(
     store: c10d.Store, rank: int, size: int, timeout_seconds: float, abort: Abort | None = None
 ) -> SharedMemory:
-    """Collective: a communicator of workers of one host. Raises the same `MemoryUnavailable` on all of them."""
+    """Collective: a communicator of the workers of one host, which share memory.
+
+    Raises:
+        MemoryUnavailable: the memory cannot be shared; all workers raise the same error.
+    """
     abort = abort or Abort()
     memory_map, exchange = SharedMemoryMap(size), StoreExchange(store, timeout_seconds, abort)
     fd, token, memory, failure = -1, 0, None, ""
@@ -253,7 +258,8 @@ class _File:
 
 
 def _open(file: _File, memory_map: SharedMemoryMap) -> Tensor:
-    """Map worker 0's file; its token shows that it is the right one, as process numbers of containers may be equal."""
+    """Map worker 0's memory file. Its token shows that this is the right file: another container may have a process
+    of the same number."""
     memory = open_of(file.pid, file.number, memory_map.nbytes)
     if memory_map.words(memory)[SharedMemoryMap.token] != file.token:
         raise MemoryUnavailable("worker 0 is in another container")
@@ -261,7 +267,7 @@ def _open(file: _File, memory_map: SharedMemoryMap) -> Tensor:
 
 
 def _several_on_each_host(hosts: Sequence[str]) -> bool:
-    """Whether there are several hosts, each with the same number of workers, and more than one."""
+    """Whether there are several hosts, and all have the same number of workers, which is more than one."""
     counts = set(Counter(hosts).values())
     return len(set(hosts)) > 1 and len(counts) == 1 and counts != {1}
 

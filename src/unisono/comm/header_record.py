@@ -4,9 +4,9 @@ A record is sent ahead of each payload::
 
     verb, sequence, numel, dtype, root, offset, to | messages to each rank | messages expected from each rank
 
-The first part must be equal on all workers. `exchange` and `swap` fill the other two: a message that one worker sends
-to another must be the one that the other expects. It is one number, ``numel * 256 + dtype + 1``, and 0 stands for no
-message. Every worker receives every record, so all workers find the same mismatch.
+The first part must be equal on all workers. `exchange` and `swap` fill the other two: the message that one worker sends
+to another must be the one that the other expects. Each message is written as one number, ``numel * 256 + dtype + 1``,
+and 0 stands for no message. Every worker receives every record, so all workers find the same mismatch.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def agreed_part(
     """The part of a record that must be equal on all workers.
 
     Args:
-        offset: of the payload within the memory that peers share; -1 elsewhere.
-        to: the dtype of a sum's result.
+        offset: where the payload begins in the memory that peers share; -1 if it is in no such memory.
+        to: the dtype of a sum's result; None: `dtype`.
     """
     return _VERB_CODES[verb], sequence, numel, _code(dtype), root, offset, _code(None if to == dtype else to)
 
 
 def pairs(size: int, messages: Mapping[int, Tensor]) -> list[int]:
-    """One number for each rank: its message of `messages`, or 0."""
+    """One number for each rank: the message that `messages` has for this rank, or 0 for none."""
     return [pair(messages[rank]) if rank in messages else 0 for rank in range(size)]
 
 
@@ -90,7 +90,7 @@ def pair_bytes(number: int) -> int:
 
 
 def check_agreed(parts: Sequence[Sequence[int]]) -> None:
-    """Raises `MessageMismatch`, naming both sides, unless the first parts of all workers are equal."""
+    """Raises `MessageMismatch`, which names both sides, unless `parts`, one of each worker's record, are equal."""
     first = tuple(parts[0])
     for rank, part in enumerate(parts):
         if tuple(part) != first:
@@ -116,13 +116,13 @@ def check_root(root: int, size: int) -> None:
 
 
 def check_all_ranks(xs: Sequence[Tensor], like: Sequence[Tensor], size: int) -> None:
-    """Raises `ValueError` unless there is one tensor to each rank, and one from each."""
+    """Raises `ValueError` unless `xs` and `like` each have one tensor for every rank."""
     if len(xs) != size or len(like) != size:
-        raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: give one for each of {size} workers")
+        raise ValueError(f"exchange: xs has {len(xs)} tensors, like has {len(like)}; give {size} in each, one per rank")
 
 
 def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank: int, size: int) -> None:
-    """Raises `ValueError` unless `xs` and `like` have the same ranks, all of them other workers."""
+    """Raises `ValueError` unless `xs` and `like` are for the same ranks, none of which is this worker's."""
     invalid = [other for other in xs if other == rank or not 0 <= other < size]
     if invalid or set(xs) != set(like):
         raise ValueError(

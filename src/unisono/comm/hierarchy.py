@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Both levels, as one worker has them.
+    """The communicators of both levels, as one worker has them.
 
     Args:
-        within: the workers of this host.
-        between: rank 0 of every host; None on the other workers.
+        intra_node: the workers of this host.
+        inter_node: the first worker of every host; None on all other workers.
     """
 
     intra_node: SubCommunicator
@@ -53,7 +53,7 @@ class SubCommunicator:
 
     Args:
         comm: the communicator of the part.
-        ranks: the ranks of its workers in the whole group, in its order.
+        ranks: the ranks of the part's workers in the whole group, in the order of their ranks in the part.
     """
 
     def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
@@ -119,7 +119,10 @@ class _TranslatedWork(Generic[T]):
 
 @contextmanager
 def with_global_ranks(ranks: Sequence[int]) -> Iterator[None]:
-    """A context for operations of a part of a group: `PeerLost` gets the ranks of the whole group, of `ranks`."""
+    """A context for operations of a part of a group, which makes `PeerLost` name ranks of the whole group.
+
+    Rank *r* of the part is rank ``ranks[r]`` of the whole group.
+    """
     try:
         yield
     except PeerLost as lost:

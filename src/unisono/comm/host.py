@@ -17,12 +17,13 @@ from pathlib import Path
 def host_name() -> str:
     """A name that is equal for two processes only if they can share memory and the loopback device.
 
-    They run under one boot of one kernel, in the same network, process and user namespaces, and as one user.
+    Processes with equal names run under one boot of one kernel, in the same network, process and user namespaces, and
+    as the same user.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
-    except OSError:  # not Linux: memory cannot be shared either
+    except OSError:  # not Linux, where processes could not share memory either
         boot, spaces = f"{uuid.getnode()}", [socket.gethostname()]
     return hashlib.sha256("\n".join([boot, *spaces, str(os.getuid())]).encode()).hexdigest()[:16]
 
@@ -30,8 +31,8 @@ def host_name() -> str:
 def source_addresses(address: str) -> list[str]:
     """The addresses from which this host may connect to peers that know it by `address`.
 
-    That is `address` itself if it is of the loopback device, else the addresses of all other devices, of which each
-    route selects one.
+    That is `address` alone if it belongs to the loopback device. Otherwise it is `address` and those of all devices
+    but loopback, as the route to a peer selects one of them.
     """
     if ipaddress.ip_address(address).is_loopback:
         return [address]
@@ -51,7 +52,7 @@ def _ipv4_addresses() -> list[str]:
 
 
 def _ipv6_addresses() -> list[str]:
-    """The IPv6 addresses of this host: each line of the file begins with one in hexadecimal digits."""
+    """The IPv6 addresses of this host; each line of the file that is read begins with one, in hexadecimal digits."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
@@ -59,5 +60,5 @@ def _ipv6_addresses() -> list[str]:
 
 
 _SIOCGIFCONF = 0x8912
-_ENTRY_BYTES = 40  # of a struct ifreq: a name of 16 bytes, and a socket address with the IPv4 one at its fifth byte
+_ENTRY_BYTES = 40  # a struct ifreq: 16 bytes of name, then a socket address, whose fifth byte begins the IPv4 address
 _LARGEST_ANSWER_BYTES = _ENTRY_BYTES * 1024

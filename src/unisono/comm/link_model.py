@@ -24,7 +24,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"{self}: the rate must be above 0, the latency 0 or more")
+            raise ValueError(f"{self}: bytes_per_second must be above 0, latency_seconds finite and not below 0")
 
     def seconds(self, size_bytes: float) -> float:
         """The time of one message of `size_bytes`."""
@@ -32,27 +32,27 @@ class Link:
 
 
 def sum_seconds(links: Sequence[Link], size_bytes: float) -> float:
-    """Ring all-reduce: ``2(n-1)`` rounds of a message of ``size/n``, each as slow as the slowest link
+    """The time of a ring all-reduce: ``2(n-1)`` rounds of a message of ``size/n``, each as slow as the slowest link
     (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms")."""
     n = len(links)
     return 2 * (n - 1) * _slowest(links, size_bytes / n)
 
 
 def gather_seconds(links: Sequence[Link], size_bytes: float) -> float:
-    """Ring all-gather: ``n-1`` rounds of a message of `size_bytes`, the input of each worker."""
+    """The time of a ring all-gather: ``n-1`` rounds of a message of `size_bytes`, the size of each worker's input."""
     return (len(links) - 1) * _slowest(links, size_bytes)
 
 
 def broadcast_seconds(links: Sequence[Link], size_bytes: float) -> float:
-    """Binomial tree: ``ceil(log2 n)`` rounds of the whole message."""
+    """The time of a broadcast in a binomial tree: ``ceil(log2 n)`` rounds of the whole message."""
     return math.ceil(math.log2(len(links))) * _slowest(links, size_bytes)
 
 
 def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, int], float]) -> float:
-    """Messages of ``sizes_bytes[sender, receiver]`` between pairs, all at once: the busiest link decides.
+    """The time of messages of ``sizes_bytes[sender, receiver]`` between pairs, all at once: the busiest link decides.
 
-    The time of a link that several messages share in one direction is multiplied by `CONTENTION`. What a worker
-    sends to itself is free.
+    If a link carries several messages in one direction, their size is multiplied by `CONTENTION`. What a worker sends
+    to itself takes no time.
     """
     loads: dict[tuple[str, int], list[float]] = {}
     for (sender, receiver), size in sizes_bytes.items():

@@ -1,8 +1,8 @@
 """Operations in flight, in the order in which they were started.
 
 The steps of an operation are a generator. It yields a `Blocked` where it cannot continue without its peers, and
-returns the result. Polling any operation advances the whole queue, in order. An operation may let its successors
-start before it has finished (``released``), once nothing that they do can precede what it has done.
+returns the result. Polling any operation advances the whole queue, in order. An operation may let later operations
+advance before it has finished (``released``), once everything is done that must come before their first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why an operation cannot continue: `on` is what it waits for, in the terms of its backend."""
+    """Why an operation cannot continue.
+
+    Args:
+        released: whether later operations may advance meanwhile.
+        on: what the operation waits for, as its backend represents it.
+    """
 
     released: bool
     on: Any
@@ -83,7 +88,7 @@ class ChannelSet:
     """What the channels of one communicator share.
 
     Attributes:
-        waiting: the channel in which the training thread waits at the moment.
+        waiting: the channel in which the training thread waits at the moment; None if it does not wait.
     """
 
     queues: list[OperationQueue] = field(default_factory=list)
@@ -97,16 +102,16 @@ class ChannelSet:
     def create(
         address: str, timeout_seconds: float, abort: Abort | None = None, security: Security | None = None
     ) -> ChannelSet:
-        """The channels of a new communicator; actors listen on `address`, and `abort` ends all waiting."""
+        """The set of a new communicator, without channels yet; actors listen on `address`, `abort` ends all waiting."""
         abort = abort or Abort()
         return ChannelSet(actor_host=ActorHost(address, timeout_seconds, abort, security), abort=abort)
 
 
 class OperationQueue:
-    """One channel: a queue of operations, its deadline, and its error once it has failed.
+    """One channel: a queue of operations, their deadline, and the channel's error once it has failed.
 
-    The deadline counts from the first poll without progress after the last progress. So time that this worker
-    spends without polling does not count against its peers.
+    The time until the deadline begins with the first poll that makes no progress. So time that this worker spends
+    without polling does not count against its peers.
     """
 
     def __init__(self, channels: ChannelSet, timeout_seconds: float) -> None:
@@ -143,11 +148,11 @@ class OperationQueue:
         return self._channels.hierarchy.channel(name) if self._channels.hierarchy else None
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """As the contract; the actor runs in threads of its own."""
+        """See `Services.host`. The actor runs in threads of its own."""
         return self._channels.actor_host.host(self._communicator(), actor)
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract; ``config["compute_threads"]`` is the number of threads of each process (default 1)."""
+        """See `Services.serve`. ``config["compute_threads"]`` is the number of torch's threads in each process (1)."""
         return self._channels.actor_host.serve(self._communicator(), count, service, config)
 
     def now(self) -> float:
@@ -213,7 +218,7 @@ class OperationQueue:
         return self._progress != before
 
     def _check_abort(self, verb: str) -> None:
-        """Fail if the communicator is aborted, before any peer learns of `verb`."""
+        """Fail this channel if the communicator was aborted, before any peer learns that `verb` has started."""
         if self._channels.abort.reason and self._failure is None:
             self._fail(self._channels.abort.lost(verb))
 
@@ -222,7 +227,7 @@ class OperationQueue:
         self._notify_peers(error)
 
     def _end(self) -> None:
-        """Close this end: operations in flight, and those that are started later, fail."""
+        """Close this worker's end of the channel: operations in flight, and those that are started later, fail."""
         if self._failure is None:
             self._fail_operations(PeerLost([], "close", "this end was closed"))
 
@@ -236,7 +241,7 @@ class OperationQueue:
     def _siblings(self) -> list[OperationQueue]:
         """Other channels with operations in flight that this thread may advance.
 
-        Two workers may wait for two channels in different orders.
+        They must be advanced, as two workers may wait for two channels in different orders.
         """
         me = threading.get_ident()
         return [other for other in self._channels.queues if other is not self and other._queue and other._thread == me]

@@ -18,11 +18,11 @@ _SHIFT_RIGHT = 0x74  # BPF_ALU | BPF_RSH | BPF_K
 _JUMP = 0x05  # BPF_JMP | BPF_JA
 _JUMP_IF = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 _RETURN = 0x06  # BPF_RET | BPF_K
-_NETWORK_HEADER = 2**32 - 0x100000  # SKF_NET_OFF: offsets from here on are those in the header of IP
-_SOURCE = {4: 12, 6: 8}  # where that header has the sender's address, by version of IP
+_NETWORK_HEADER = 2**32 - 0x100000  # SKF_NET_OFF: added to an offset in the IP header
+_SOURCE = {4: 12, 6: 8}  # the offset of the sender's address in the IP header, by version of IP
 _WORD_BYTES = 4
 LARGEST = 4096
-"""Instructions that a program may have (BPF_MAXINSNS)."""
+"""The largest number of instructions of a program (BPF_MAXINSNS)."""
 
 
 def _instruction(code: int, operand: int, skip_if: int = 0, skip_else: int = 0) -> bytes:
@@ -35,7 +35,7 @@ KEEP, DROP = _instruction(_RETURN, 2**32 - 1), _instruction(_RETURN, 0)
 def drop_all_but(addresses: Collection[str]) -> list[bytes]:
     """A program that drops all packets except those from `addresses`.
 
-    It has three instructions for each IPv4 address, nine for each of IPv6. Raises `ValueError` for invalid addresses.
+    It has three instructions for each IPv4 address, nine for each IPv6 address. Raises `ValueError` for invalid ones.
     """
     parsed = sorted({ipaddress.ip_address(each) for each in addresses}, key=int)
     rules = {version: [_admit(each.packed, _SOURCE[version]) for each in parsed if each.version == version]
@@ -44,7 +44,10 @@ def drop_all_but(addresses: Collection[str]) -> list[bytes]:
 
 
 def _of_version(version: int, rules: Iterable[list[bytes]]) -> list[bytes]:
-    """Drops packets of that version of IP unless one of `rules` keeps them; other versions continue after it."""
+    """A part of a program that drops packets of IP version `version` unless one of `rules` keeps them.
+
+    Packets of the other version go on to the instructions after this part.
+    """
     then = [*itertools.chain(*rules), DROP]
     return [
         _instruction(_LOAD_BYTE, _NETWORK_HEADER),
@@ -56,7 +59,10 @@ def _of_version(version: int, rules: Iterable[list[bytes]]) -> list[bytes]:
 
 
 def _admit(packed: bytes, source: int) -> list[bytes]:
-    """Keeps a packet that has `packed` at the offset `source` of its header; others continue after it."""
+    """A part of a program that keeps packets from the address `packed`, read at the offset `source` of the IP header.
+
+    Other packets go on to the instructions after this part.
+    """
     program = [KEEP]
     for at in reversed(range(0, len(packed), _WORD_BYTES)):
         word = int.from_bytes(packed[at : at + _WORD_BYTES])

@@ -20,10 +20,13 @@ class ProcessGroups:
         batch: the workers that compute micro-batches of their own, of all replicas and shards; they have equal
             buffers.
         dp_shard: the workers of `batch` that belong to this replica.
-        reports_loss, reports_weight: whether this worker reports losses and their weights, of the workers that
-            compute the same micro-batches. Losses of parts add up.
-        peer_copies: all workers of the run, where they keep copies of each other's shards; else None.
-        torch: the groups of torch's own parallel layers, where a replica is laid out over several workers.
+        reports_loss: whether this worker reports losses. Of the workers that compute the same micro-batches, those
+            report that compute a part of the loss of their own; the parts add up.
+        reports_weight: whether this worker reports the weights of the losses. Of the workers that compute the same
+            micro-batches, only one reports them.
+        torch: torch's own process groups, for its parallel layers; None unless a replica is laid out over several
+            workers.
+        peer_copies: all workers of the run, if they keep copies of each other's shards; else None.
     """
 
     world: Communicator
@@ -49,7 +52,7 @@ class ProcessGroups:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this worker has sent through all of them."""
+        """Bytes that this worker has sent through all communicators and through `torch`."""
         return sum(comm.bytes_sent for comm in self._distinct()) + (self.torch.bytes_sent if self.torch else 0)
 
     def close(self) -> None:

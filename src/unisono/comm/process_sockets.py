@@ -1,7 +1,7 @@
 """Sockets that a library has opened in this process, found by their addresses.
 
-A library that connects processes may neither report its sockets nor close them while it waits. Its sockets are
-recognized by the addresses of their ends, as other threads open unrelated sockets at the same time.
+A library that connects processes, such as gloo, may neither report its sockets nor close them while it waits. Its
+sockets are recognized by the addresses of their ends, as other threads open unrelated sockets at the same time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ End = tuple[str, int]
 
 
 def read_end(value: Any) -> End:
-    """The end that a list of JSON stands for. Raises `ValueError` or `TypeError` for anything else."""
+    """The address and port in `value`, a list read from JSON. Raises `ValueError` or `TypeError` for other values."""
     address, port = value
     return str(address), int(port)
 
 
 def listening_ends(address: str) -> frozenset[End]:
-    """The ends on `address` at which this process listens."""
+    """Address and port of each socket with which this process listens on `address`."""
     return frozenset(here for fd in _sockets() if (here := _end(fd, _listening_address)) and here[0] == address)
 
 
@@ -43,8 +43,8 @@ def refuse_connections(end: End) -> None:
 def admit_only(addresses: Collection[str], end: End) -> None:
     """Have the kernel drop packets to this process's listening socket at `end`, except those from `addresses`.
 
-    As `refuse_connections`, which may follow. No effect if the program is too long for the kernel: the smallest
-    usual ``net.core.optmem_max`` of 20 kB per socket allows about 800 addresses.
+    This is a socket filter, as in `refuse_connections`, which may be called later. It has no effect if its program is
+    too long for the kernel: the smallest usual ``net.core.optmem_max``, 20 kB per socket, allows about 800 addresses.
     """
     _filter(end, drop_all_but(addresses))
 
@@ -62,7 +62,7 @@ _SO_ATTACH_FILTER = 26
 
 
 def connections_of(ends: Collection[End]) -> dict[int, str]:
-    """The connections from or to one of `ends`: the kernel's name of each, by descriptor."""
+    """This process's connections from or to one of `ends`: the kernel's name of each socket, by descriptor."""
     return {
         fd: name
         for fd, name in _sockets().items()
@@ -96,8 +96,9 @@ def shut_down(connections: Mapping[int, str]) -> None:
 def shut_reading(connections: Mapping[int, str]) -> list[socket.socket]:
     """End the reading side of connections: readers see the end of the stream after what has arrived.
 
-    Until the returned duplicates are closed, the other ends notice nothing of it, even if the connections are closed
-    in this process, and writing to them works. Descriptors that by now belong to other sockets are left alone.
+    The other ends notice nothing, and can still write, until the returned duplicates of the sockets are closed. This
+    holds even if the connections themselves are closed in this process. Descriptors that by now belong to other
+    sockets are left alone.
     """
     duplicates = list(_still_open(connections))
     for sock in duplicates:
@@ -107,7 +108,7 @@ def shut_reading(connections: Mapping[int, str]) -> list[socket.socket]:
 
 
 def _still_open(connections: Mapping[int, str]) -> Iterator[socket.socket]:
-    """Duplicates of the connections that are still open and connected."""
+    """Yield a duplicate of each of `connections` that is still open and connected."""
     for fd, name in connections.items():
         try:
             sock = socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM)
@@ -149,7 +150,11 @@ def _listening_address(sock: socket.socket) -> Any:
 
 
 def _end(fd: int, which: Callable[[socket.socket], Any]) -> End | None:
-    """One end of the socket `fd`; None if it has none, or is not a network socket."""
+    """The address and port of one end of the socket `fd`, which `which` reads from the socket.
+
+    The result is None if `fd` is not an open network socket, or if `which` raises `OSError`, for instance because the
+    socket is not connected.
+    """
     try:
         copy = os.dup(fd)
     except OSError:
@@ -167,5 +172,5 @@ def _end(fd: int, which: Callable[[socket.socket], Any]) -> End | None:
         sock.close()
     if not isinstance(end, tuple) or len(end) < 2:
         return None
-    # A socket of both families has IPv4 addresses as IPv4-mapped ones.
+    # A socket for both IPv6 and IPv4 reports IPv4 addresses in their IPv4-mapped form.
     return end[0].removeprefix(_IPV4_MAPPED), end[1]

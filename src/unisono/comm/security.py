@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Security:
-    """The secret of a run, and whether it also encrypts.
+    """The secret of a run, and whether messages between hosts are encrypted.
 
     Attributes:
-        token: shared by all workers of the run. A TCP rendezvous then is a store that only they can use, and the
-            actors' token is derived from it. Empty: the workers of a run trust their network.
+        token: the secret, which all workers of the run share. With it, the store of a TCP rendezvous is open to these
+            workers only, and the token of actors is derived from it. Empty: the workers of the run trust their network.
         encrypted: whether messages to actors on other hosts are encrypted; they are authenticated in any case.
     """
 

@@ -68,11 +68,12 @@ class SingleWorker:
         return self
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """As the contract; `actor` receives within `ActorConnection.call`."""
+        """See `Services.host`. `actor` receives a message within the `ActorConnection.call` that sends it."""
         return connect_in_process([actor])
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract, except that the actors are in this process, and receive within `ActorConnection.call`."""
+        """See `Services.serve`. Here the actors are in this process, and receive a message within the
+        `ActorConnection.call` that sends it."""
         return connect_in_process(
             [load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)]
         )

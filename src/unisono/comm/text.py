@@ -26,7 +26,10 @@ def gather_text(comm: Communicator, text: str) -> list[str]:
 
 
 def gather_text_steps(comm: Communicator, text: str) -> Steps:
-    """`gather_text` for a caller that does not wait: it sends in the result of each operation that is yielded."""
+    """`gather_text` as a generator, for a caller that does not want to wait.
+
+    The generator yields operations. The caller sends the result of each into the generator, which returns the texts.
+    """
     data = text.encode()
     lengths = (yield comm.gather(torch.tensor([len(data)]))).view(-1).tolist()
     row = torch.zeros(max(1, *lengths), dtype=torch.uint8)

@@ -11,7 +11,10 @@ class Work(Protocol[T_co]):
     """An operation that has been started."""
 
     def poll(self) -> bool:
-        """Continue as far as possible without waiting; True once `wait` returns or raises at once."""
+        """Continue the operation as far as possible without waiting; True once `wait` would not wait any more."""
 
     def wait(self) -> T_co:
-        """The result. May be called again. Raises `PeerLost` or `MessageMismatch`, within the deadline."""
+        """Wait for the result, and return it; may be called again.
+
+        Raises `PeerLost` or `MessageMismatch`, at the latest when the deadline has passed.
+        """

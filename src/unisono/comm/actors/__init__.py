@@ -1,1 +1,1 @@
-"""Requests to a service on another rank, and its responses."""
+"""Requests to a service on another rank, and the service's responses."""

@@ -50,9 +50,11 @@ class ActorAddress:
     """Where an actor listens.
 
     Attributes:
+        number, name: the actor's number in its service, and its name for messages.
         rank: the worker that hosts or has started the actor.
-        pid, host: its process.
-        nearby: the name of its local socket for processes of the same host; empty where there is none.
+        address, port: where the actor listens on the network.
+        pid, host: the number of the actor's process, and the name of that process's host.
+        nearby: the name of the actor's local socket, for processes of the same host; empty if there is no such socket.
     """
 
     number: int
@@ -109,10 +111,11 @@ class SocketConnection:
     """The `ActorConnection` over a connected, trusted socket.
 
     Args:
-        trusted: the connection, blocking, with the deadline as its timeouts in the kernel.
+        trusted: the connection after its handshake. Its socket is blocking, with the deadline as the kernel's timeouts.
         actor: the actor at the other end.
-        count: called with the bytes of each message that is sent.
-        run: calls a callback of `send`, for instance while it holds the lock of the own actor.
+        count: called with the number of bytes of each message that is sent.
+        run: called with each callback of `send`; it calls the callback, while it holds the sending actor's lock if need
+            be.
     """
 
     def __init__(self, trusted: TrustedConnection, actor: ActorAddress, count: Count, run: Run) -> None:
@@ -137,7 +140,7 @@ class SocketConnection:
         self._start(copied, then)
 
     def close(self) -> None:
-        """As the contract; calls in flight fail. May be called twice."""
+        """See `ActorConnection.close`. Calls in flight fail. May be called twice."""
         with self._lock:
             self._closed = True
             self._fail("this end was closed")
@@ -148,7 +151,7 @@ class SocketConnection:
         self._sock.close()
 
     def abort(self, reason: str) -> None:
-        """Fail all calls for `reason`, and wake their waiters. From any thread; never blocks."""
+        """Fail all calls for `reason`, and wake the threads that wait for them. Any thread may call this."""
         with self._lock:
             if not self._failure:
                 self._failure, self._missing = reason, []
@@ -213,7 +216,7 @@ class SocketConnection:
             try:
                 self._read()
             except Exception:
-                LOG.exception("an actor failed at an answer of %s", self._actor.name)
+                LOG.exception("an actor failed while it handled an answer of %s", self._actor.name)
                 with self._lock:
                     self._fail("an answer could not be handled")
                 self._outbox.close()
@@ -270,12 +273,12 @@ def connect_actor(
     run: Run = directly,
     abort: Abort | None = None,
 ) -> SocketConnection:
-    """A connection to `actor`, once its process answers.
+    """Connect to `actor`, whose process may still be starting.
 
     Raises:
-        PeerLost: no process answers within the deadline, or the time that a process may take to start if that is
-            longer; processes that answer close every connection within the deadline, as one does that knows
-            another token; or `abort` was set.
+        PeerLost: the process has exited; or it does not answer within `timeout_seconds`, or 60 s if that is longer; or
+            it closes every connection for `timeout_seconds`, as a process does that knows another token; or `abort`
+            was set.
     """
     abort, began = abort or Abort(), time.monotonic()
     while True:
@@ -286,7 +289,7 @@ def connect_actor(
             return SocketConnection(trusted, actor, count, run)
         except OSError as error:
             # Refused: the process has exited, as an address is published only once its socket listens.
-            # Reset: the process has started. Another attempt may succeed if it had too many connections.
+            # Reset: the process has started. Another attempt succeeds if the process only had too many connections.
             if isinstance(error, ConnectionResetError):
                 left = began + timeout_seconds - time.monotonic()
             if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
@@ -311,7 +314,7 @@ def _authenticated(
 
 def _shut(sock: socket.socket) -> None:
     """Shut `sock` down, which wakes threads that wait for it."""
-    with suppress(OSError):  # it has ended already
+    with suppress(OSError):  # the connection has ended already
         sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -340,7 +343,7 @@ def _user(sock: socket.socket) -> int:
 
 
 def _set_socket_options(sock: socket.socket, timeout_seconds: float) -> None:
-    """Leave timeouts to the kernel, so that one blocking system call carries a whole message."""
+    """Leave timeouts to the kernel, so that one blocking system call transfers a whole message."""
     sock.settimeout(None)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,8 +6,8 @@
     client   32 random bytes, its number, the number of the requested actor, HMAC("client", all of the above)
     server   the largest payload that the actor takes, how frames are protected, HMAC("server", all of the above)
 
-Sizes are fixed, and nothing else is read before. The keys of the connection are derived from the token and from both
-ends' random bytes, by HMAC too.
+Sizes are fixed, and neither end reads anything else until the handshake is complete. The keys of the connection are
+derived from the token and from both ends' random bytes, by HMAC too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Untrusted(ConnectionError):
 
 @dataclass(frozen=True)
 class ConnectionTerms:
-    """What the server determines for the connection."""
+    """What the server decides about a connection: its largest payload, and how its frames are protected."""
 
     largest_bytes: int
     protection: Protection
@@ -68,7 +68,7 @@ def claim(token: bytes, challenge_bytes: bytes, sender: int, actor: int) -> byte
 def verify(
     token: bytes, challenge_bytes: bytes, claim_bytes: bytes, actor: int, terms: ConnectionTerms
 ) -> tuple[int, bytes]:
-    """The client's number, and the server's answer. Raises `Untrusted`."""
+    """The client's number, and the server's answer to its claim. Raises `Untrusted`."""
     request, proof = claim_bytes[:-_PROOF_BYTES], claim_bytes[-_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"client", challenge_bytes + request)):
         raise Untrusted("it does not know this run's token")
@@ -86,10 +86,11 @@ def accepted(sock: socket.socket, token: bytes, transcript: bytes, terms: Connec
 
 
 def authenticate(sock: socket.socket, token: bytes, sender: int, actor: int) -> TrustedConnection:
-    """The client's side, within the timeout of `sock`.
+    """The client's side of the handshake, within the timeout of `sock`.
 
     Raises:
-        Untrusted: the server does not know the token, or is another host's.
+        Untrusted: the server does not know the token; or it treats this connection over TCP as a local one, as it does
+            when a process of its host relays the connection.
         OSError: the connection ended, or timed out.
     """
     challenge_bytes = _receive_exactly(sock, CHALLENGE_BYTES)
@@ -101,7 +102,7 @@ def authenticate(sock: socket.socket, token: bytes, sender: int, actor: int) -> 
     largest_bytes, protection = _TERMS.unpack(answer)
     terms = ConnectionTerms(largest_bytes, Protection(protection))
     if terms.protection is Protection.NONE and sock.family != socket.AF_UNIX:
-        raise Untrusted("it was reached by its local name from another host or user")
+        raise Untrusted("this connection is over TCP, but its other end is a local one: another process relays it")
     outgoing, incoming = _directions(token, challenge_bytes + claim_bytes, terms.protection)
     return TrustedConnection(sock, terms, incoming, outgoing)
 

@@ -13,14 +13,14 @@ LOG = logging.getLogger("unisono")
 
 
 class Backlog:
-    """Deliveries that wait: an actor never receives a message while it processes another."""
+    """A queue of deliveries, by which no actor receives a message while it processes another."""
 
     def __init__(self) -> None:
         self._steps: deque[Callable[[], None]] = deque()
         self._busy = False
 
     def add(self, step: Callable[[], None]) -> None:
-        """Run `step` after all steps added before it: mostly at once."""
+        """Run `step` after all steps added before it: at once, unless a step calls this."""
         self._steps.append(step)
         if self._busy:
             return
@@ -44,16 +44,16 @@ class DirectCall:
         return self.answer is not None or bool(self.failure)
 
     def wait(self) -> ActorMessage:
-        """As the contract. An actor that has not answered by now never will: nothing else runs."""
+        """See `Work.wait`. An actor that has not answered by now never will, as nothing else runs."""
         if self.answer is None:
-            raise PeerLost([0], self._kind, self.failure or "it has not answered, and receives nothing more")
+            raise PeerLost([0], self._kind, self.failure or "the actor has not answered, and receives nothing more")
         return self.answer
 
 
 class DirectConnection:
     """The `ActorConnection` of `sender` to an actor in the same thread.
 
-    Tensors are copied both ways, so that neither end can modify the other's.
+    Tensors are copied both ways, so that neither end can modify those of the other.
     """
 
     pid = None
@@ -79,7 +79,7 @@ class DirectConnection:
 
         def answer(reply: ActorMessage) -> None:
             if call.answer is not None:
-                raise RuntimeError(f"a {message.kind!r} was answered twice")
+                raise RuntimeError(f"a message {message.kind!r} was answered twice")
             call.answer = _copy(reply)
             on_done()
 
@@ -88,8 +88,8 @@ class DirectConnection:
                 try:
                     self._actor.receive(self._sender, copied, answer)
                 except Exception as error:
-                    LOG.exception("an actor failed at a %r", message.kind)
-                    self._end(f"it failed with {type(error).__name__}: {error}")
+                    LOG.exception("an actor failed at a message %r", message.kind)
+                    self._end(f"the actor failed with {type(error).__name__}: {error}")
             if self._ended and call.answer is None:
                 call.failure = self._ended
                 on_done()

@@ -1,7 +1,7 @@
 """Accepts connections to an actor, after a handshake that proves that the client belongs to the run.
 
-One thread serves all connections in the handshake, however many arrive. Few are open at a time (the oldest is closed
-to make room), and each may send about a hundred bytes within some seconds.
+One thread serves all connections that are in the handshake, however many arrive. Their number is limited: the oldest
+is closed to make room for a new one. Each may send about a hundred bytes within some seconds.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def abstract(name: str) -> str:
-    """The address of a Linux socket with a name but no file, so that no file remains."""
+    """The address of a Unix socket that has a name, but no file that could remain (Linux's abstract namespace)."""
     return f"\0{name}"
 
 
 @dataclass(frozen=True)
 class ListeningSockets:
-    """The sockets of an actor: on one address for all hosts, and under a local name for processes of this host (and
-    network namespace). A local connection has 1.5 times the rate of the loopback device, at half the latency.
+    """The listening sockets of an actor: one on a network address, and one under a local name.
+
+    Processes of all hosts can connect to the first, processes of this host and network namespace to the second. A local
+    connection has 1.5 times the rate of the loopback device, at half the latency.
 
     Attributes:
-        nearby: the local name; "" where the system has no such sockets.
+        nearby: the local name; empty if the system has no such sockets.
     """
 
     sockets: Sequence[socket.socket]
@@ -83,7 +85,7 @@ class ListeningSockets:
 
 @dataclass
 class _PendingConnection:
-    """A connection in the handshake."""
+    """A connection whose handshake is not complete."""
 
     sock: socket.socket
     challenge_bytes: bytes
@@ -92,14 +94,14 @@ class _PendingConnection:
 
 
 class ActorListener:
-    """Accepts connections in a thread of its own.
+    """Accepts connections to one actor, in a thread of its own.
 
     Args:
-        listening: sockets that listen; the listener closes them.
+        listening: sockets that listen; this class closes them.
         token: what a client must know.
         actor: the number of the actor.
-        largest_bytes: the largest payload that the actor takes; clients receive it in the handshake.
-        on_connection: called with each trusted connection, blocking by then, and the sender's number.
+        largest_bytes: the largest payload that the actor takes; clients receive this number in the handshake.
+        on_connection: called with each trusted connection, whose socket is blocking, and the sender's number.
         encrypted: whether connections over the network are encrypted as well as authenticated.
     """
 
@@ -131,7 +133,7 @@ class ActorListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more connections; those that are trusted stay. May be called twice."""
+        """Accept no more connections; trusted connections stay open. May be called twice."""
         if self._wake_write >= 0:
             os.close(self._wake_write)
             self._wake_write = -1
@@ -159,7 +161,7 @@ class ActorListener:
         for key, _ in ready:
             if key.fileobj in self._listening:
                 self._accept(key.fileobj)
-            elif key.fileobj in self._pending:  # else it was closed to make room
+            elif key.fileobj in self._pending:  # else this connection was closed meanwhile, to make room
                 self._receive(self._pending[key.fileobj])
         now = time.monotonic()
         for pending in [each for each in self._pending.values() if each.until <= now]:
@@ -171,7 +173,7 @@ class ActorListener:
             sock, _ = listening_socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptors left: pending connections have some
+        except OSError:  # the process has no descriptor left: pending connections occupy some
             for pending in list(self._pending.values()):
                 self._reject(pending, "there was no room")
             time.sleep(_NO_DESCRIPTORS_SECONDS)
@@ -183,7 +185,7 @@ class ActorListener:
         self._pending[sock] = pending
         self._selector.register(sock, selectors.EVENT_READ)
         try:
-            sock.send(pending.challenge_bytes)  # a new socket has room for it
+            sock.send(pending.challenge_bytes)  # never blocks: the buffer of a new socket is empty
         except OSError:
             self._drop(pending)
 
@@ -221,7 +223,7 @@ class ActorListener:
     def _reject(self, pending: _PendingConnection, reason: str) -> None:
         self._rejected += 1
         if self._rejected & (self._rejected - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: strangers cannot fill a log
-            LOG.warning("actor %d rejected %d connections, the last as %s", self._actor, self._rejected, reason)
+            LOG.warning("actor %d rejected %d connections, the last because %s", self._actor, self._rejected, reason)
         self._drop(pending)
 
     def _drop(self, pending: _PendingConnection) -> None:

@@ -1,4 +1,4 @@
-"""Messages over a connected socket: blocking system calls on memory that is allocated already.
+"""Sends and receives messages over a connected socket, with blocking system calls on memory that is allocated already.
 
 One system call transfers a whole payload, so a thread that sends or receives holds the interpreter's lock for a
 moment only. Small messages are sent by the calling thread, large ones by a thread of the outbox.
@@ -27,9 +27,9 @@ _SCRATCH_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 16
 _CACHED_BUFFERS = 2
 # A thread that sleeps wakes up late and with cold caches: the same lines of Python then take 3 to 5 times as long. So
-# a reader spins while messages follow each other closely; where they do not, the attempt costs little.
+# a reader spins while messages follow each other closely; where they do not, the attempts to spin cost little.
 _SPIN_SECONDS = 200e-6
-_READS_WITHOUT_SPIN = 15  # after one read for which spinning was in vain
+_READS_WITHOUT_SPIN = 15  # after one read during whose spinning nothing arrived
 _MOST_PIECES = 512  # the kernel takes 1024
 
 
@@ -46,7 +46,7 @@ class Buffers:
         """A buffer of `nbytes` or more. Raises `BrokenMessage` beyond the bound."""
         with self._lock:
             if self._used_bytes + nbytes > self._largest_bytes:
-                raise BrokenMessage(f"{self._used_bytes} + {nbytes} bytes are in use, at most {self._largest_bytes}")
+                raise BrokenMessage(f"it needs {nbytes} bytes: {self._used_bytes} of {self._largest_bytes} are in use")
             buffer = self._fitting(nbytes)
             self._used_bytes += buffer.nbytes
             return buffer
@@ -78,11 +78,12 @@ class Arrival(NamedTuple):
 
 
 class Inbox:
-    """Reads messages from a blocking socket; one thread at a time.
+    """Reads messages from a blocking socket; one thread at a time may use it.
 
     Small reads go through a scratch buffer, so that a small message costs one system call.
 
     Args:
+        largest_bytes: the largest payload, and the most memory of payloads in use at one time.
         incoming: decrypts or verifies what arrives.
     """
 
@@ -111,7 +112,7 @@ class Inbox:
         if inline:
             buffer.bytes[:inline] = rest[nbytes:]
         for start in range(inline, head.payload_bytes, self._incoming.segment_bytes):
-            # A tag occupies the first bytes of the next segment, which are received after it is verified.
+            # A tag occupies the place of the next segment's first bytes, which are received after the tag is verified.
             end = min(start + self._incoming.segment_bytes, head.payload_bytes) + self._incoming.tag_bytes
             self._fill(buffer.bytes[start:end])
             self._incoming.open(buffer.bytes[start:end])
@@ -143,7 +144,7 @@ class Inbox:
             count += self._receive(target[count:], socket.MSG_WAITALL)
 
     def _receive_spinning(self, target: memoryview) -> int:
-        """Spin for a moment before sleeping, unless a recent attempt was in vain."""
+        """Receive into `target`; spin for a moment before sleeping, unless nothing arrived during recent spinning."""
         if self._blocking_reads:
             self._blocking_reads -= 1
             return self._receive(target, 0)
@@ -174,7 +175,7 @@ class _Outgoing:
 class Outbox:
     """Sends messages over a blocking socket, in the order of the calls, from any thread.
 
-    Errors while sending are not raised: the thread that reads from the same socket sees that it has ended.
+    Errors while sending are not raised: the thread that reads from the same socket sees that the connection has ended.
 
     Args:
         outgoing: authenticates or encrypts what is sent.
@@ -189,7 +190,7 @@ class Outbox:
         self._closed = False
 
     def send(self, pieces: list[memoryview], sent: Callable[[], None] = lambda: None) -> bool:
-        """Send a message without blocking; True if it was sent at once, else a thread sends it.
+        """Send a message without blocking; True if all of it was sent at once, else a thread sends the rest.
 
         ``sent()`` is called when the memory of `pieces` is not needed any more.
         """
@@ -212,12 +213,12 @@ class Outbox:
                 self._changed.wait()
 
     def shut(self) -> None:
-        """Send nothing more, and shut the socket down, which wakes threads that read from it or write to it."""
+        """Send nothing more, and shut the socket down, which wakes threads that read from the socket or write to it."""
         with self._changed:
             self._shut()
 
     def close(self) -> None:
-        """As `shut`, and join the thread that sends."""
+        """Call `shut`, and join the thread that sends."""
         self.shut()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,7 +1,7 @@
 """An actor in a process of its own: the side of the worker that starts it.
 
-The worker opens the listening sockets, which the process inherits. So the address is known while the process still
-starts. The process reads two lines of JSON from its standard input. It exits when that input ends, and when the
+The worker opens the listening sockets, which the actor's process inherits. So the address is known while that process
+still starts. The process reads two lines of JSON from its standard input. It exits when that input ends, and when the
 worker exits.
 """
 
@@ -32,8 +32,8 @@ class ServerProcess:
     """An actor's process, as the worker that starts it sees it.
 
     Args:
-        start_message: number, service, config, token, encrypted and timeout_seconds; see
-            `unisono.comm.actors.process_main`.
+        start_message: values for `unisono.comm.actors.process_main`, with the keys ``number``, ``service``,
+            ``config``, ``token``, ``encrypted`` and ``timeout_seconds``.
         sockets: the actor's listening sockets.
     """
 
@@ -49,7 +49,8 @@ class ServerProcess:
             "path": sys.path,
             "parent": os.getpid() if in_main_thread else 0,
         }
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for workers
+        # The process inherits the mask: Ctrl-C is for workers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MAIN],
@@ -63,14 +64,15 @@ class ServerProcess:
         self._send(full_message)
 
     def send_addresses(self, addresses: Sequence[ActorAddress]) -> None:
-        """Send the addresses of all actors of the service, from which on the actor answers."""
+        """Send the addresses of all actors of the service, after which the actor connects to them and answers."""
         self._send([vars(address) for address in addresses])
 
     def close(self) -> None:
         """End the process and wait for its exit. May be called twice."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):  # the process may have exited, or the pipe be closed, already
-            self._process.stdin.write(b"\n")  # a closed pipe is not seen while a forked process has it open as well
+            # The process does not see that the pipe is closed while a forked process has the pipe open as well.
+            self._process.stdin.write(b"\n")
             self._process.stdin.close()
         try:
             self._process.wait(_EXIT_SECONDS)
@@ -80,12 +82,12 @@ class ServerProcess:
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has exited: callers that connect see it
+        with suppress(BrokenPipeError):  # the process has exited, which callers notice when they connect
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
 
 def load(service: str, number: int, config: Mapping[str, Any]) -> Actor:
-    """Import and call ``module:function``; returns its actor."""
+    """Import ``module:function``, which `service` names, and call it; returns the actor that it returns."""
     module, _, name = service.partition(":")
     return cast(Actor, getattr(importlib.import_module(module), name)(number, config))

@@ -25,7 +25,7 @@ from unisono.system.process import exit_with_parent
 
 
 def main(control: IO[bytes]) -> None:
-    """Build the actor, connect it with its peers, and answer until `control` ends."""
+    """Build the actor, connect it with its peers, and answer messages until `control` ends."""
     start_message = json.loads(control.readline())
     if start_message["parent"]:
         exit_with_parent(start_message["parent"])
@@ -35,7 +35,7 @@ def main(control: IO[bytes]) -> None:
     torch.set_num_threads(int(start_message["config"].get("compute_threads", 1)))
     number, token = start_message["number"], bytes.fromhex(start_message["token"])
     addresses_line = control.readline().strip()
-    if not addresses_line:  # the worker has closed the service before it was complete
+    if not addresses_line:  # the worker has closed the service before all its actors were started
         return
     addresses = [ActorAddress(**address) for address in json.loads(addresses_line)]
     watcher = threading.Thread(target=_exit_at_eof, args=(control,), name="watches its worker", daemon=True)
@@ -51,7 +51,8 @@ def main(control: IO[bytes]) -> None:
 
 
 def _exit_at_eof(control: IO[bytes]) -> None:
-    os.read(control.fileno(), 1)  # only the end arrives; a buffered read's lock would outlive this thread
+    # Only a line end or the end of the input arrives. The lock of a buffered read would outlive this thread.
+    os.read(control.fileno(), 1)
     os._exit(0)
 
 

@@ -32,9 +32,9 @@ class Protection(IntEnum):
 
 
 class Direction:
-    """One direction of a connection: protects or opens its frames, in the order in which they are sent.
+    """Protects or opens the frames of one direction of a connection, in the order in which they are sent.
 
-    This class leaves frames as they are.
+    This base class leaves frames as they are.
 
     Attributes:
         tag_bytes: size of the tag that follows each segment.
@@ -46,14 +46,14 @@ class Direction:
     segment_bytes = wire_format.LARGEST_BYTES << 10
 
     def protect(self, pieces: list[memoryview]) -> Iterator[list[memoryview]]:
-        """The protected frame of `pieces`, in parts; each part is computed when it is requested."""
+        """The frame of `pieces` after protection, in parts; each part is computed when it is requested."""
         yield pieces
 
     def open(self, segment: memoryview, head: bytes = b"") -> memoryview:
-        """Verify and decrypt `segment`, which ends with its tag; returns it without the tag. Payloads stay in place.
+        """Verify `segment`, which ends with its tag, and decrypt it in place if it is encrypted; returns it without tag.
 
         Args:
-            head: of the frame, if this is its first segment.
+            head: the head of the frame, if `segment` is the frame's first one.
 
         Raises:
             BrokenMessage: the segment is not the one that was sent.
@@ -62,7 +62,7 @@ class Direction:
 
 
 class Protected(Direction):
-    """A direction with authenticated frames, which are also encrypted if `encrypted`; `key` has 16 bytes."""
+    """A `Direction` that authenticates its frames, and also encrypts them if `encrypted`; `key` has 16 bytes."""
 
     tag_bytes, single_bytes, segment_bytes = TAG_BYTES, SINGLE_BYTES, SEGMENT_BYTES
 
@@ -91,7 +91,7 @@ class Protected(Direction):
             else:
                 self._cipher.decrypt(self._nonce(), tag, head + bytes(clear) if head else clear)
         except self._invalid:
-            raise BrokenMessage("it was altered, repeated or left out on its way") from None
+            raise BrokenMessage("a part of it was altered, repeated or left out on the way") from None
         return clear
 
     def _encrypt(self, data: memoryview, head: memoryview | bytes) -> memoryview:

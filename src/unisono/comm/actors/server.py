@@ -18,9 +18,9 @@ LOG = logging.getLogger("unisono")
 
 
 class ActorServer:
-    """An actor behind sockets, with a thread per connection; the thread that holds a lock uses the actor.
+    """Serves an actor over sockets, with a thread per connection, of which one at a time uses the actor.
 
-    ``count(sender, nbytes)`` is called with each answer.
+    ``count(sender, nbytes)`` is called with the size of each answer to `sender`.
     """
 
     def __init__(self, actor: Actor, number: int, count: Callable[[int, int], None]) -> None:
@@ -49,7 +49,7 @@ class ActorServer:
         self.run(lambda actor: then())
 
     def accept(self, trusted: TrustedConnection, sender: int) -> None:
-        """Serve a connection of `sender`; closed at once if `sender` has another one."""
+        """Serve a connection of `sender`; it is closed at once if `sender` already has one."""
         with self._lock:
             if sender in self._connections:
                 trusted.sock.close()
@@ -126,7 +126,7 @@ class _Connection:
                 if arrival.message.kind == READY:
                     self._outbox.send(wire_format.encode(ActorMessage(READY), arrival.call))
                     continue
-                # An earlier answer may be memory of the actor, which may write into it from here on.
+                # An earlier answer may be memory of the actor, into which the actor may write from here on.
                 self._outbox.drained()
                 self._server.run(partial(self._deliver, arrival))
         except BrokenMessage as error:
@@ -136,7 +136,8 @@ class _Connection:
         except Exception:
             LOG.exception("actor %d failed at a message of %s", self._server.number, sender_name(self._sender))
         finally:
-            self._server.disconnected(self._sender)  # first: a client that sees the end may connect again at once
+            # Before the socket is closed: a client that notices this may connect again at once.
+            self._server.disconnected(self._sender)
             self._outbox.close()
             self._sock.close()
 
@@ -146,7 +147,7 @@ class _Connection:
         def answer(message: ActorMessage) -> None:
             nonlocal answered
             if answered:
-                raise RuntimeError(f"actor {self._server.number} answered a {arrival.message.kind!r} twice")
+                raise RuntimeError(f"actor {self._server.number} answered a message {arrival.message.kind!r} twice")
             answered = True
             pieces = wire_format.encode(message, arrival.call)
             self._server.count(self._sender, wire_format.nbytes(pieces))

@@ -33,14 +33,14 @@ from unisono.comm.text import gather_text
 
 
 class ActorHost:
-    """The actors that one worker hosts or has started, and its connections; the channels of a communicator share it.
+    """The actors that one worker hosts or has started, and its connections; all channels of a communicator share it.
 
     Args:
-        address: of this host, as its peers reach it; no actor listens on another one.
+        address: the address of this host, as its peers reach it; actors listen on no other address.
         timeout_seconds: how long to wait for an answer.
-        abort: ends all waiting for actors.
-        security: of the run. If it has a token, the actors' token is derived from that and from a nonce of worker 0,
-            so that the communicator does not transfer it.
+        abort: once set, all waiting for actors ends.
+        security: the secret of the run. If it has a token, the actors' token is derived from that token and from a
+            nonce of worker 0; the communicator then transfers the nonce only.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ActorHost:
         return self._bytes_sent
 
     def host(self, comm: Communicator, actor: Actor) -> list[ActorConnection]:
-        """As `Services.host`."""
+        """See `Services.host`."""
         token, rank = self._shared_token(comm), comm.rank
         server = ActorServer(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
         listening = ListeningSockets.open(self._address)
@@ -82,13 +82,14 @@ class ActorHost:
             [self._connect(address, -1 - rank, server.call_back, address.rank != rank) for address in addresses]
         )
         ready = _wait_ready(connections)
-        comm.gather(torch.zeros(1)).wait()  # all are connected: what another channel opens now cannot be mistaken
+        # All workers are connected: sockets that another channel opens from here on cannot be mistaken for these.
+        comm.gather(torch.zeros(1)).wait()
         return ready
 
     def serve(self, comm: Communicator, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As `Services.serve`."""
+        """See `Services.serve`."""
         if count < 1:
-            raise ValueError(f"count={count}: one server or more")
+            raise ValueError(f"count={count}: there must be at least one server")
         token = self._shared_token(comm)
         processes: list[ServerProcess] = []
         own: list[ActorAddress] = []

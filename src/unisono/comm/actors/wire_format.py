@@ -30,7 +30,7 @@ HEAD_BYTES = _HEAD.size
 LARGEST_TEXT_BYTES = 1 << 20
 MOST_TENSORS = 1 << 14
 LARGEST_BYTES = 1 << 30
-"""The payload that an actor takes unless its attribute `largest_bytes` says otherwise."""
+"""The largest payload that an actor takes, unless the actor has an attribute `largest_bytes`."""
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MEMORYVIEW_DTYPES = {x for x in DTYPES if not x.is_complex and x.itemsize > 1 and x != torch.bfloat16}
@@ -59,7 +59,7 @@ class Head(NamedTuple):
         """Raises `BrokenMessage` if the data is no head, or announces more than is allowed."""
         magic, text_bytes, tensors, call, payload_bytes = _HEAD.unpack(data)
         if magic != _MAGIC:
-            raise BrokenMessage(f"it begins with {bytes(magic)!r}")
+            raise BrokenMessage(f"it begins with {bytes(magic)!r}, not with {_MAGIC!r}")
         if text_bytes > LARGEST_TEXT_BYTES or tensors > MOST_TENSORS or payload_bytes > largest_bytes:
             raise BrokenMessage(
                 f"it announces {text_bytes} bytes of text, {tensors} tensors and {payload_bytes} bytes of payload; "
@@ -72,12 +72,12 @@ Table = tuple[tuple[torch.dtype, int], ...]
 
 
 def parse_table(head: Head, data: memoryview) -> Table:
-    """Dtype and number of elements of each tensor. Raises `BrokenMessage` unless they make up the payload."""
+    """Dtype and number of elements of each tensor. Raises `BrokenMessage` unless they account for the whole payload."""
     table: list[tuple[torch.dtype, int]] = []
     total = 0
     for code, numel in _ROW.iter_unpack(data):
         if code >= len(DTYPES):
-            raise BrokenMessage(f"there is no dtype {code}")
+            raise BrokenMessage(f"it has a tensor of dtype number {code}, which is not known")
         table.append((DTYPES[code], numel))
         total += _padded(numel * DTYPES[code].itemsize)
     if total != head.payload_bytes:
@@ -94,11 +94,11 @@ def text_of(message: ActorMessage) -> bytes:
     try:
         return to_json([message.kind, dict(message.fields)])
     except PydanticSerializationError as error:
-        raise TypeError(f"a field of a {message.kind!r} is not JSON: {error}") from error
+        raise TypeError(f"a field of the message {message.kind!r} cannot be written as JSON: {error}") from error
 
 
 def parse_text(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Kind and fields. Raises `BrokenMessage`."""
+    """Kind and fields, from JSON. Raises `BrokenMessage`."""
     try:
         text = from_json(data)
     except ValueError as error:
@@ -111,7 +111,7 @@ def parse_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 class Buffer:
-    """Memory for a payload of `nbytes`, and its tensors; `bytes` has room for a tag after the payload."""
+    """Memory for a payload of `nbytes`, and the payload's tensors; `bytes` has room for a tag after the payload."""
 
     __slots__ = ("_table", "_tensors", "bytes", "memory", "nbytes")
 
@@ -123,7 +123,7 @@ class Buffer:
         self._tensors: list[Tensor] = []
 
     def cut(self, table: Table) -> list[Tensor]:
-        """The tensors of `table` in this memory, one after the other; the same objects for the same table."""
+        """The tensors of `table` in this memory, one after the other; the previous objects if the table is the same."""
         if table != self._table:
             self._table, self._tensors = table, self._cut(table)
         return list(self._tensors)
@@ -138,7 +138,7 @@ class Buffer:
 
 
 def encode(message: ActorMessage, call: int = 0) -> list[memoryview]:
-    """The bytes of `message`, in pieces. Those of the tensors are not copied.
+    """The bytes of `message`, in pieces. The bytes of its tensors are not copied.
 
     Raises:
         TypeError: JSON cannot represent a field.

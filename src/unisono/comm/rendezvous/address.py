@@ -3,8 +3,8 @@
 ``file:///private/directory``     workers of one host; no port is opened
 ``tcp://host:port``               worker 0 serves it, on the address of `host` and no other
 ``tcp://host:port?served=1``      another process serves it already (torchrun's agent)
-``…?attempt=3``                   the third attempt of the same job: it sees no keys of earlier ones; if attempts are
-                                  numbered, what earlier ones wrote may be deleted
+``…?attempt=3``                   the third attempt of the same job: it sees no keys of other attempts; what attempts
+                                  with smaller numbers wrote may be deleted
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RendezvousAddress:
 
 
 def parse_rendezvous(url: str) -> RendezvousAddress:
-    """The address that `url` stands for. Raises `InvalidInput` if it is none."""
+    """The address that `url` stands for. Raises `InvalidInput` if `url` is not the URL of a rendezvous."""
     try:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
@@ -53,7 +53,7 @@ def parse_rendezvous(url: str) -> RendezvousAddress:
     except ValueError as error:
         raise InvalidInput("rendezvous", url, str(error), _CURE) from error
     if unknown := set(query) - {"attempt", "served"}:
-        raise InvalidInput("rendezvous", url, f"does not know {', '.join(sorted(unknown))}", _CURE)
+        raise InvalidInput("rendezvous", url, f"has unknown parameters ({', '.join(sorted(unknown))})", _CURE)
     attempt, served = query.get("attempt", "0"), query.get("served", "0") == "1"
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return RendezvousAddress(directory=parts.path, attempt=attempt)
@@ -63,14 +63,14 @@ def parse_rendezvous(url: str) -> RendezvousAddress:
 
 
 def for_attempt(url: str, attempt: int) -> str:
-    """The URL `url` with the number of an attempt, whose keys are separate."""
+    """`url` with the number of an attempt; the keys of different attempts are separate."""
     return f"{url}{'&' if '?' in url else '?'}attempt={attempt}"
 
 
 def connect_store(
     address: RendezvousAddress, rank: int, timeout_seconds: float, abort: Abort, token: str = ""
 ) -> c10d.Store:
-    """Connect to the store at `address`; over TCP with a `token`, to a `TokenStore`.
+    """Connect to the store at `address`; over TCP and with a `token`, it is a `TokenStore`.
 
     Raises:
         InvalidInput: worker 0 cannot serve at that address, or the directory cannot be created.
@@ -124,7 +124,7 @@ def _tcp_store(address: RendezvousAddress, rank: int, timeout: timedelta, abort:
         )
     end = resolve(address)[4][:2]
     before = connections_to(end).items()
-    # Once aborted, torch waits in vain in a connection that was opened here: it is shut down.
+    # After an abort, torch would go on waiting in a connection that was opened here: that connection is shut down.
     abort.add_callback(lambda: shut_down(dict(connections_to(end).items() - before)))
     try:
         return abort.run("connect", partial(_connect_tcp, address, time.monotonic() + timeout.total_seconds(), abort))
@@ -134,11 +134,11 @@ def _tcp_store(address: RendezvousAddress, rank: int, timeout: timedelta, abort:
 
 
 def _connect_tcp(address: RendezvousAddress, deadline: float, abort: Abort) -> c10d.Store:
-    """Connect to the store that another process serves, in short attempts, as torch cannot be aborted meanwhile."""
+    """Connect to the store that another process serves, in short attempts, as torch cannot be aborted within one."""
     attempt_seconds = _SHORTEST_ATTEMPT_SECONDS
     while True:
         abort.check("connect")
-        # torch itself retries until then.
+        # torch itself retries until this timeout.
         attempt_timeout = timedelta(seconds=min(attempt_seconds, max(0.01, deadline - time.monotonic())))
         try:
             return c10d.TCPStore(address.host, address.port, None, False, attempt_timeout, wait_for_workers=False)
@@ -149,7 +149,7 @@ def _connect_tcp(address: RendezvousAddress, deadline: float, abort: Abort) -> c
 
 
 def listen(address: RendezvousAddress) -> int:
-    """The descriptor of a socket that listens on one address; torch's store itself would listen on all of them."""
+    """The descriptor of a socket that listens on one address; torch's store would listen on all addresses itself."""
     family, _, _, _, sockaddr = resolve(address)
     server = socket.socket(family, socket.SOCK_STREAM)
     try:

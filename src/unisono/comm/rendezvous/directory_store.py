@@ -17,11 +17,11 @@ class DirectoryStore(c10d.Store):
     """A store in a private `directory`; each key is a file, which is written atomically.
 
     torch's own FileStore is one file with a lock. If a process is stopped while it holds the lock, or is killed within
-    a record, all others wait inside torch with the GIL held, and cannot be aborted.
+    a record, all other processes wait inside torch with the GIL held, and cannot be aborted.
 
     Args:
         timeout_seconds: how long to wait for a key.
-        abort: ends the waiting.
+        abort: once set, ends the waiting.
 
     Raises:
         OSError: the directory cannot be created.
@@ -33,7 +33,7 @@ class DirectoryStore(c10d.Store):
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """As torch's."""
+        """See torch's `Store.set`."""
         path = self._path(key)
         try:
             atomic_files.write(path, value)
@@ -41,7 +41,7 @@ class DirectoryStore(c10d.Store):
             raise DistStoreError(f"{path}: {error.strerror}") from error
 
     def get(self, key: str) -> bytes:
-        """As torch's."""
+        """See torch's `Store.get`."""
         self.wait([key])
         try:
             return self._path(key).read_bytes()
@@ -49,11 +49,11 @@ class DirectoryStore(c10d.Store):
             raise DistStoreError(f"{self._path(key)}: {error.strerror}") from error
 
     def check(self, keys: list[str]) -> bool:
-        """As torch's."""
+        """See torch's `Store.check`."""
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: list[str], timeout: object = None) -> None:
-        """As torch's, with the deadline of this store."""
+        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _path(self, key: str) -> Path:

@@ -19,13 +19,13 @@ _BACKOFF = Backoff(first_seconds=100e-6, factor=1.5, longest_seconds=5e-3)
 
 
 class AbortableStore(c10d.Store):
-    """A view of `store` for a library that waits in it: setting `abort` raises an error there.
+    """A view of `store` for a library that waits for keys: the wait ends with an error once `abort` is set.
 
-    The caller keeps a reference, as the library only has one to the C++ part.
+    The caller must keep a reference to this object, as the library only refers to its C++ part.
 
     Args:
         timeout_seconds: how long to wait for a key.
-        abort: ends the waiting.
+        abort: once set, ends the waiting.
     """
 
     def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
@@ -33,21 +33,21 @@ class AbortableStore(c10d.Store):
         self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
     def set(self, key: str, value: Any) -> None:
-        """As torch's."""
+        """See torch's `Store.set`."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """As torch's."""
+        """See torch's `Store.get`."""
         self.wait([key])
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """As torch's, with the deadline of this store."""
+        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self._store, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
 
 def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], timeout_seconds: float, abort: Abort) -> None:
-    """Poll `store` until it has all `keys`, each with the rank that writes it; rank -1: not known.
+    """Poll `store` until it has all `keys`. Each key comes with the rank that writes it; -1: that rank is not known.
 
     Raises:
         PeerLost: `abort` was set; or the deadline has passed, and the error names the missing ranks.
@@ -63,23 +63,25 @@ def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], timeout_secon
 
 
 class StoreExchange:
-    """Values that each worker writes to a store, and all others read.
+    """Exchanges values between workers through a store: each worker writes some, and all others read them.
 
     Args:
-        store: shared by the workers. It is polled, as waiting in it could not be aborted.
+        store: a store that the workers share. It is polled, as waiting in it could not be aborted.
         timeout_seconds: how long to wait for a value.
-        abort: ends the waiting.
+        abort: once set, ends the waiting.
     """
 
     def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
         self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
     def publish(self, key: str, value: Any) -> None:
-        """Write `value`, which JSON must be able to represent, to the store. Raises as `collect`."""
+        """Write `value`, which JSON must be able to represent, to the store. Raises the errors of `collect`."""
         self._run(lambda: self._store.set(key, json.dumps(value)))
 
     def collect(self, keys: Iterable[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
-        """Wait for the values of `keys`, each with the rank that writes it; `read` converts the plain values.
+        """Wait for the values of `keys`, of which each comes with the rank that writes it.
+
+        `read` converts each value from what JSON can represent.
 
         Raises:
             PeerLost: the wait was aborted; or the deadline has passed, and the error names the missing ranks; or a
@@ -89,7 +91,7 @@ class StoreExchange:
         return self._run(lambda: self._collect_all(listed, read))
 
     def exchange(self, name: str, rank: int, size: int, value: Any, read: Callable[[Any], T]) -> list[T]:
-        """Collective: the `value` of every rank, in order; `read` and errors as in `collect`."""
+        """Collective: the `value` of every rank, in the order of ranks; `read` and errors as in `collect`."""
         self.publish(f"{name}/{rank}", value)
         return self.collect(((other, f"{name}/{other}") for other in range(size)), read)
 
@@ -104,7 +106,7 @@ class StoreExchange:
             raise PeerLost([rank], "connect", f"its entry in the store is garbled ({type(error).__name__})") from error
 
     def _run(self, call: Callable[[], T]) -> T:
-        """``call()`` with a deadline: the process that serves the store, or holds its lock, may be stopped."""
+        """The result of ``call()``, with a deadline: the process that serves the store may be stopped."""
         try:
             return self._abort.run("connect", call, self._timeout_seconds + _GRACE_SECONDS)
         except RuntimeError as error:

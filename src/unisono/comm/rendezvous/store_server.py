@@ -10,10 +10,10 @@ from unisono.errors import InvalidInput
 
 
 class RendezvousStore:
-    """A store for rendezvous, until it is closed.
+    """A store that serves any number of rendezvous, one after the other, until it is closed.
 
     Attributes:
-        url: see `unisono.comm.rendezvous.address`; `for_attempt` adds the number of a rendezvous.
+        url: the store's URL, see `unisono.comm.rendezvous.address`; `for_attempt` adds the number of a rendezvous.
     """
 
     def __init__(self, url: str, server: StoreServer | None = None) -> None:
@@ -26,10 +26,10 @@ class RendezvousStore:
 
 
 def open_store(url: str, towards: str, token: str) -> RendezvousStore:
-    """The store at the URL `url`; if that is empty, a store that this worker serves.
+    """The store at `url`; if `url` is empty, a store that this worker serves.
 
-    It is served to processes that know `token`, on a free port of the address by which this host reaches the URL
-    `towards`, and on no other address.
+    A store that this worker serves is open to processes that know `token`. It listens on a free port of the address by
+    which this host reaches the URL `towards`, and on no other address.
 
     Raises:
         InvalidInput: `url` is not the URL of a rendezvous, or `towards` has no host.

@@ -1,7 +1,8 @@
 """A store that only processes with the run's token can use, for a rendezvous of several hosts.
 
-It is an actor: a connection is accepted after the handshake of `unisono.comm.actors.handshake`, and every message is
-encrypted and authenticated. So other processes cannot take memory or descriptors of the process that serves it.
+The store is an actor: a connection is accepted after the handshake of `unisono.comm.actors.handshake`, and every
+message is encrypted and authenticated. So other processes cannot exhaust memory or descriptors of the process that
+serves the store.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unisono.comm.actors.server import ActorServer
 from unisono.comm.rendezvous.store_exchange import await_keys
 
 _LARGEST_BYTES = 1 << 20
-_NUMBER_BITS = 62  # of a client's number: two clients share one once in 10^9 runs of 10^5 workers
+_NUMBER_BITS = 62  # of a client's random number: of 10^9 runs with 10^5 workers, about one has two equal numbers
 
 
 class StoreServer:
@@ -42,11 +43,11 @@ class StoreServer:
 
 
 class TokenStore(c10d.Store):
-    """The store that a `StoreServer` serves at `address` and `port`; garbage collection ends the connection.
+    """A client of the `StoreServer` at `address` and `port`; garbage collection ends the connection.
 
     Args:
         timeout_seconds: how long `get` and `wait` wait for a key, and every call for an answer.
-        abort: ends that waiting.
+        abort: once set, ends that waiting.
 
     Raises:
         PeerLost: no process that knows the token serves the store.
@@ -62,21 +63,21 @@ class TokenStore(c10d.Store):
         weakref.finalize(self, _close, forget, self._connection)
 
     def set(self, key: str, value: Any) -> None:
-        """As torch's. Raises `PeerLost` if the server has ended."""
+        """See torch's `Store.set`. Raises `PeerLost` if the server has ended."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._call(ActorMessage("set", {"key": key, "value": data.hex()}))
 
     def get(self, key: str) -> bytes:
-        """As torch's. Raises `PeerLost` if there is no value by the deadline, or the server has ended."""
+        """See torch's `Store.get`. Raises `PeerLost` if there is no value by the deadline, or the server has ended."""
         self.wait([key])
         return bytes.fromhex(self._call(ActorMessage("get", {"key": key}))["value"])
 
     def check(self, keys: list[str]) -> bool:
-        """As torch's. Raises `PeerLost` if the server has ended."""
+        """See torch's `Store.check`. Raises `PeerLost` if the server has ended."""
         return bool(self._call(ActorMessage("check", {"keys": keys}))["found"])
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """As torch's, with the deadline of this store."""
+        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _call(self, message: ActorMessage) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class TokenStore(c10d.Store):
 
 
 class _Keys:
-    """The actor: keys and values in a dictionary."""
+    """The actor that is the store: keys and values in a dictionary."""
 
     largest_bytes = _LARGEST_BYTES
 
@@ -112,7 +113,7 @@ class _Keys:
 
 
 def _key(token: str) -> bytes:
-    """The token of the handshake, which differs from that of the run's other actors."""
+    """The token of the handshake, derived from the run's `token`; the run's other actors have a different one."""
     return hmac.digest(token.encode(), b"unisono rendezvous", "sha256")
 
 

@@ -2,12 +2,13 @@
 
 `unisono.comm.shared_memory.rounds` describes when memory may be read and written. Its two numbers per rank are enough
 for the sum of an allocated tensor, in which each worker adds one slice of all buffers into a result that all read. A
-worker may write its buffer again when all ranks are done with round *t*. The result of *t* stays readable although a
+worker may write its buffer again when all ranks are done with the sum's round. The result stays readable although a
 peer may be ahead: the peer writes into it only when all ranks, this worker too, have posted a later sum of the same
 tensor, and starting that sum ends the validity of the result.
 
 All other operations use mailboxes, of two halves per worker. A half is written again two rounds later, when all ranks
-are done with the round that used it; so is a slot of the ring of headers, many rounds later.
+are done with the round that used it. A slot of the ring of headers is also written again once all ranks are done with
+its round, but many rounds later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOG = logging.getLogger("unisono")
 
 
 class SharedMemory(RoundQueue):
-    """A communicator of workers of one host; `share_memory` builds it once all of them can share memory."""
+    """A communicator of workers of one host; `connect.share_memory` builds it once all of them can share memory."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class SharedMemory(RoundQueue):
         self._halves: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As the contract; without enough memory to share, the tensor is private, and its sums are copied."""
+        """See `Communicator.allocate`. Without memory to share, the tensor is private, and its sums are copied."""
         nbytes = numel * dtype.itemsize
         stride = pages(nbytes)
         header = self._header("allocate", numel, dtype)
@@ -90,7 +91,7 @@ class SharedMemory(RoundQueue):
         return self._enqueue("swap", self._between_pairs("swap", self._next_sequence(), dict(xs), dict(like)))
 
     def channel(self, name: str) -> SharedMemory:
-        """As the contract. Raises `MemoryUnavailable` on all workers if there is no memory for its mailboxes."""
+        """See `Communicator.channel`. Raises `MemoryUnavailable` on all workers if mailboxes cannot be allocated."""
         header = self._header("channel", offset=zlib.crc32(name.encode()))
         memory, reason = self._enqueue("channel", self._map_memory("channel", header, self._memory_map.nbytes)).wait()
         if memory is None:
@@ -134,7 +135,11 @@ class SharedMemory(RoundQueue):
         fill: Callable[[int, int], None],
         drain: Callable[[int, int], None],
     ) -> Steps[None]:
-        """Rounds ``i`` of `rounds`: each calls ``fill(i, number)``, waits for all ranks, and calls ``drain``."""
+        """The rounds of an operation that uses the mailboxes.
+
+        Round *i* of `rounds` calls ``fill(i, number)``, waits until all ranks have posted, and calls ``drain(i,
+        number)``; `number` counts the rounds of the channel.
+        """
         for i in range(rounds):
             number = self._round + 1
             yield from self._until(self._done, number - 2, released=False)
@@ -147,7 +152,10 @@ class SharedMemory(RoundQueue):
             self._finish(number)
 
     def _sum_by_mail(self, header: bytes, x: Tensor, dtype: torch.dtype) -> Steps[Tensor]:
-        """Every rank adds the inputs of all ranks: that waits once, and adding slices would wait twice."""
+        """The rounds of a sum through mailboxes, in which every rank adds the inputs of all ranks.
+
+        Ranks wait for each other once per chunk. If each added a slice and then read the others, they would wait twice.
+        """
         whole = x.to(torch.float32) if _is_narrow(x.dtype) else x
         flat = whole.reshape(-1)
         halves = self._typed_halves(flat.dtype)
@@ -205,7 +213,10 @@ class SharedMemory(RoundQueue):
     def _between_pairs(
         self, verb: str, sequence: int, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
     ) -> Steps[dict[int, Tensor]]:
-        """Each half has one segment for each reader; the largest message of any pair decides the number of rounds."""
+        """The rounds of `exchange` and `swap`; the largest message of any pair decides how many there are.
+
+        Each half of a mailbox has one segment for each reader.
+        """
         size, me, segment = self.size, self.rank, self._memory_map.segment_bytes
         header = HEADER.pack(*record.agreed_part(verb, sequence))
         sends, expects = record.pairs(size, xs), record.pairs(size, like)
@@ -221,7 +232,7 @@ class SharedMemory(RoundQueue):
                 if i < len(chunks):
                     halves[number % 2][me][rank * segment :][: chunks[i].numel()].copy_(chunks[i])
             self._post(number, *((header, sends + expects) if i == 0 else ()))
-            # The number of rounds is known only when the headers of the first have arrived.
+            # The number of rounds is known only when the headers of the first round have arrived.
             yield from self._until_posted(number, released=0 < i == rounds - 1)
             if i == 0:
                 self._check(number, header)
@@ -256,7 +267,11 @@ class SharedMemory(RoundQueue):
         return self._halves[dtype]
 
     def _slice_of(self, x: Tensor, dtype: torch.dtype) -> BufferSlice | None:
-        """This worker's slice of the sum of `x`, if `x` is (part of) an allocated tensor with room for `dtype`."""
+        """This worker's slice of the sum of `x` in `dtype`; None if the sum has to go through mailboxes.
+
+        There is a slice if `x` is an allocated tensor, or a contiguous part of one, and `dtype` is not wider than its
+        own.
+        """
         key = x.data_ptr(), x.numel(), x.dtype, dtype
         known = self._slices.get(key)
         if known is not None or not x.numel() or dtype.itemsize > x.element_size():
@@ -279,11 +294,14 @@ class SharedMemory(RoundQueue):
 
 
 def _chunks(x: Tensor, chunk_bytes: int = HALF_BYTES) -> tuple[Tensor, ...]:
-    """The bytes of `x` in chunks, at least one, which may be empty; they share memory with a contiguous `x`."""
+    """The bytes of `x` in one or more chunks, which share memory with `x` if it is contiguous.
+
+    If `x` is empty, there is one empty chunk.
+    """
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     return torch.split(flat, chunk_bytes) if flat.numel() else (flat,)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
-    """Whether `dtype` is a floating dtype of 8 bits, which cannot be added on a CPU."""
+    """Whether `dtype` is a floating dtype of 8 bits; a CPU cannot add tensors of such a dtype."""
     return dtype.is_floating_point and dtype.itemsize == 1

@@ -41,11 +41,11 @@ class SharedMemoryMap:
         self._slot_words = -(-record.length(size) // _LINE_WORDS) * _LINE_WORDS
         self._mail = pages((self._rings + size * RING * self._slot_words) * 8)
         self.nbytes = self._mail + size * 2 * HALF_BYTES
-        # The bytes that a worker sends to one peer in one round of `exchange`: each peer has a segment of the half.
+        # The most bytes that a worker sends to one peer in one round of `exchange`: each peer has a segment of a half.
         self.segment_bytes = HALF_BYTES // size // _LINE_BYTES * _LINE_BYTES
 
     def words(self, memory: Tensor) -> memoryview:
-        """Flags and headers as integers of 8 bytes: Python reads one in 30 ns here, and in 2 us from a tensor."""
+        """Flags and headers as integers of 8 bytes. Python reads one of them in 30 ns; from a tensor it takes 2 us."""
         return memory[: self._mail].view(torch.int64).numpy().data
 
     def slot(self, rank: int, number: int) -> int:
@@ -58,9 +58,9 @@ class SharedMemoryMap:
 
 
 class BufferSlice:
-    """One worker's part in the sum of an allocated tensor: a slice of all buffers and of the result.
+    """One worker's part in the sum of an allocated tensor: the same slice of all workers' buffers and of the result.
 
-    `offset` is the tensor's position within all allocations, in which peers must agree.
+    `offset` is the tensor's position within all allocations; it must be the same on all peers.
     """
 
     def __init__(self, buffers: Sequence[Tensor], result: Tensor, rank: int, offset: int) -> None:
@@ -77,12 +77,12 @@ class BufferSlice:
             blocks = zip(buffer_blocks, target.split(_BLOCK), strict=True)
             self._blocks = [(list(added), sums[: to.numel()], to) for added, to in blocks]
         self.result, self.offset = result, offset
-        # Peers read this worker's buffer outside its own slice, and each of them reads the slice of the result that
-        # this worker has added.
+        # Peers read this worker's buffer except for the slice that this worker adds, and each of them reads that slice
+        # of the result.
         self.bytes_read = (numel - (high - low)) * result.element_size() + (size - 1) * (high - low) * width
 
     def add_up(self) -> None:
-        """Add in the order of ranks, in the tensor's dtype, and convert the sums to the dtype of the result."""
+        """Add the buffers in the order of ranks, in their dtype, and convert the sums to the dtype of the result."""
         for (first, second, *others), total, target in self._blocks:
             torch.add(first, second, out=total)
             for other in others:

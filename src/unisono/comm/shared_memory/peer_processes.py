@@ -11,10 +11,10 @@ from unisono.system.process import has_exited
 
 
 class PeerProcesses:
-    """Watches processes of this host, by rank; a zombie counts as exited.
+    """Watches processes of this host, whose numbers are given by rank; a zombie counts as exited.
 
-    It uses process descriptors where the kernel has them, which stay valid when a process number is reused. Elsewhere,
-    and for processes that cannot be opened, it checks the number and the state.
+    Where the kernel has process descriptors, they are used: they stay valid when a process number is reused. Elsewhere,
+    and for processes that cannot be opened, the number and the state of the process are checked.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:

@@ -40,10 +40,10 @@ class HostResources:
     """What the channels of one communicator share on a host.
 
     Attributes:
-        store: kept, as slower peers may still read what worker 0 serves.
+        store: the store of the rendezvous, kept open because slower peers may still read from it.
         peers: the processes of the peers, which are watched.
-        first_pid: the process of worker 0.
-        words: the numbers of the first channel, in which the lost ranks are marked.
+        first_pid: the number of worker 0's process.
+        words: the flags and headers of the first channel, where lost ranks are marked for all channels.
         checked_at: when the peers were last checked.
     """
 
@@ -58,7 +58,7 @@ class RoundQueue(OperationQueue):
     """A queue of operations that consist of rounds; the only code that reads and writes numbers in shared memory.
 
     Args:
-        memory: as `SharedMemoryMap` describes it, zeroed at first; all peers map it.
+        memory: memory that all peers map, with the layout of `SharedMemoryMap`, and zeroed at first.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class RoundQueue(OperationQueue):
         self._progress += 1
 
     def _until_posted(self, number: int, released: bool) -> Steps[None]:
-        """Blocks until all ranks have posted round `number`, and this worker is done with all rounds before it.
+        """Blocks until all ranks have posted round `number`, and this worker is done with all earlier rounds.
 
-        The second condition matters: the last peer may post two rounds between a check of the first and a check of
-        the second. Entering the second round then would set ``done`` for both, although the first is not read.
+        The second condition is needed: this worker may find that round *t* is not posted, and then, when it checks the
+        next operation, that round *t + 1* is. To enter *t + 1* would set ``done`` for both, although *t* is not read.
         """
         own = self._done[self.rank]
         while not (self._words[own] == number - 1 and self._reached(self._posted, number)):
@@ -143,10 +143,12 @@ class RoundQueue(OperationQueue):
         return self._words[start : start + record.length(self.size)].tolist()
 
     def _map_memory(self, verb: str, header: bytes, nbytes: int) -> Steps[tuple[Tensor | None, str]]:
-        """Memory that all peers map, or None and the reason; in two rounds, so that all know whether all have it.
+        """Memory that all peers map, or None and the reason why one of them could not map it.
+
+        There are two rounds, so that every worker knows whether all have mapped the memory.
 
         Raises:
-            PeerLost: worker 0 has exited, or has failed and closed the file: its number may be another file's by now.
+            PeerLost: worker 0 has exited, or has failed and closed the file, whose number another file may have by now.
         """
         number, memory, failure = 0, None, 0
         if self.rank == 0:
@@ -165,7 +167,7 @@ class RoundQueue(OperationQueue):
                 self._check_first_open(verb)
                 try:
                     memory = open_of(self._resources.first_pid, file_number - 1, nbytes)
-                except FileNotFoundError as error:  # worker 0 closes it when all are done, or by exiting
+                except FileNotFoundError as error:  # worker 0 closes the file when all ranks are done, or by exiting
                     self._check_first_open(verb)
                     raise PeerLost([0], verb, "its process is gone") from error
                 except OSError as error:
@@ -235,7 +237,7 @@ class RoundQueue(OperationQueue):
         return PeerLost(self._behind(operation), operation.verb, detail)
 
     def _fail(self, error: CommunicationError) -> None:
-        self._notify_peers(error)  # before files are closed, so that a peer that misses one can see why
+        self._notify_peers(error)  # before files are closed, so that a peer that cannot open one sees the reason
         super()._fail(error)
 
     def _notify_peers(self, error: CommunicationError) -> None:

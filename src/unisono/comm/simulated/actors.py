@@ -1,7 +1,7 @@
 """Actors on the virtual clock: messages arrive after the time that the links take; actors themselves take no time.
 
-An actor of `host` shares the link of its worker. An actor of `serve` has a virtual host with a link of its own. Each
-actor has random generators of its own, so that its numbers do not depend on the worker that runs.
+An actor of `Services.host` shares the link of its worker. An actor of `Services.serve` has a virtual host with a link
+of its own. Each actor has random generators of its own, so that its random numbers do not depend on which worker runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG = logging.getLogger("unisono")
 
 
 class SimulatedContext(Clock, Protocol):
-    """What services need of the simulated world."""
+    """The part of `SimulatedWorld` that actors and their connections need."""
 
     scheduler: VirtualScheduler
     hosts: list[SimulatedHost]
@@ -35,18 +35,18 @@ class SimulatedContext(Clock, Protocol):
         """Register that worker ``work.rank`` starts `work` now."""
 
     def is_lost(self, rank: int) -> bool:
-        """Whether worker `rank` is lost, and with it what it has sent."""
+        """Whether worker `rank` is lost, and with it the messages that it has sent."""
 
 
 class SimulatedService:
-    """The actors of one `host` or `serve`; actor *i* ends with worker ``i % size``."""
+    """The actors of one call of `Services.host` or `Services.serve`; actor *i* ends with worker ``i % size``."""
 
     def __init__(self, world: SimulatedContext, count: int, size: int, name: str, served: bool) -> None:
         self.world, self.size, self.name, self.served = world, size, name, served
         self.actors: list[VirtualActor | None] = [None] * count
 
     def add(self, number: int, make: Callable[[], Actor], host: SimulatedHost) -> None:
-        """Add actor `number`; the last one connects all of them with each other."""
+        """Add actor `number`. When the last actor is added, all are connected with each other."""
         self.actors[number] = VirtualActor(self, number, make, host)
         if all(self.actors):
             for each in self.added():
@@ -57,7 +57,7 @@ class SimulatedService:
         return [actor for actor in self.actors if actor]
 
     def connections(self, sender: int, host: SimulatedHost) -> list[ActorConnection]:
-        """Connections of `sender` at `host` to all actors."""
+        """Connections of `sender`, which runs on `host`, to all actors."""
         return [VirtualConnection(actor, sender, host) for actor in self.added()]
 
     def worker_ended(self, rank: int, detail: str) -> None:
@@ -87,7 +87,7 @@ class VirtualActor:
         self.last_answers: dict[int, ActorMessage] = {}  # by sender: the answer that it waited for last
 
     def connected(self, connections: Sequence[ActorConnection]) -> None:
-        """As `Actor.connected`."""
+        """See `Actor.connected`."""
         self.run(lambda actor: actor.connected(connections))
 
     def run(self, step: Callable[[Actor], None]) -> None:
@@ -96,7 +96,7 @@ class VirtualActor:
             step(self._actor)
 
     def failure_of(self, sender: int) -> str:
-        """Why `sender` gets no answers any more; empty: it does get them."""
+        """Why `sender` gets no answers any more; empty if it still gets them."""
         return self.ended or self._disconnected.get(sender, "")
 
     def send(self, call: VirtualCall) -> None:
@@ -118,13 +118,13 @@ class VirtualActor:
                 other.sender_lost(-1 - self.number, self.host)
 
     def sender_lost(self, sender: int, host: SimulatedHost) -> None:
-        """Have the actor lose `sender`, once messages in flight have arrived."""
+        """Notify the actor that `sender` is lost, once messages in flight have arrived."""
         arrives = carry(host, self.host, 0, self.world.scheduler.now)
         self.world.scheduler.at(arrives, lambda: self._disconnect(sender, "the sender is lost"))
 
     def _receive(self, call: VirtualCall) -> None:
         if self.failure_of(call.sender) or call.sender_is_lost:
-            call.fail(self.failure_of(call.sender) or "its sender is lost")
+            call.fail(self.failure_of(call.sender) or "the sender is lost")
             return
         if call.payload_bytes > self.largest_bytes:
             self._disconnect(
@@ -138,7 +138,7 @@ class VirtualActor:
         try:
             self.run(lambda actor: actor.receive(call.sender, call.message, call.answer))
         except Exception as error:
-            LOG.exception("%s failed at a %r", self.name, call.message.kind)
+            LOG.exception("%s failed at a message %r", self.name, call.message.kind)
             self._disconnect(call.sender, f"{self.name} failed with {type(error).__name__}: {error}")
 
     def _disconnect(self, sender: int, detail: str) -> None:
@@ -155,7 +155,7 @@ class VirtualActor:
 
 
 class VirtualCall(VirtualWork):
-    """A message in flight to an actor, or its answer; the `Work` of a worker's call."""
+    """A message to an actor and its answer, in flight; for a call of a worker, also its `Work`."""
 
     def __init__(
         self,
@@ -181,12 +181,12 @@ class VirtualCall(VirtualWork):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is answered, or never will be."""
+        """Whether the call is answered, or has failed."""
         return self._answer is not None or self.settled
 
     @property
     def sender_is_lost(self) -> bool:
-        """Whether its sender was lost before the message arrived."""
+        """Whether the sender is a worker that is lost."""
         return self.sender >= 0 and self._world.is_lost(self.sender)
 
     def overdue(self, timeout_seconds: float) -> PeerLost:
@@ -195,7 +195,7 @@ class VirtualCall(VirtualWork):
         )
 
     def wait(self) -> ActorMessage:
-        """As the contract; moves the clock to the arrival of the answer."""
+        """See `Work.wait`. Moves the clock to the arrival of the answer."""
         self.wait_until_finished()
         assert self._answer is not None
         if not self._waited_for:
@@ -208,7 +208,7 @@ class VirtualCall(VirtualWork):
     def answer(self, message: ActorMessage) -> None:
         """Send `message` as the answer."""
         if self._answer is not None:
-            raise RuntimeError(f"{self.actor.name} answered a {self.verb!r} twice")
+            raise RuntimeError(f"{self.actor.name} answered a message {self.verb!r} twice")
         if self.is_finished:
             return
         self._answer = _copy(message)
@@ -240,11 +240,11 @@ class VirtualCall(VirtualWork):
             try:
                 own.run(lambda actor: then(self._answer))
             except Exception:
-                LOG.exception("%s failed at an answer of %s", own.name, self.actor.name)
+                LOG.exception("%s failed while it handled an answer of %s", own.name, self.actor.name)
 
 
 class VirtualConnection:
-    """The `ActorConnection` of `sender` at `host`."""
+    """The `ActorConnection` of `sender`, which runs on `host`."""
 
     pid = None
 
@@ -282,7 +282,7 @@ def count(world: SimulatedContext, sender: SimulatedHost, receiver: SimulatedHos
 
 
 def _copy(message: ActorMessage) -> ActorMessage:
-    """A copy as a transport delivers it: tensors flat and in other memory, fields as JSON represents them."""
+    """`message` as a transport delivers it: tensors flat and in other memory, fields as JSON represents them."""
     tensors = [x.detach().reshape(-1).clone() for x in message.tensors]
     return ActorMessage(*wire_format.parse_text(wire_format.text_of(message)), tensors)
 

@@ -1,7 +1,7 @@
 """The simulated communicator: virtual workers in one process, on a virtual clock, reproducible to the bit.
 
 It is both the test double of the real communicators and the engine of estimates. Payloads are really exchanged, times
-follow `unisono.comm.link_model`, and `SimulatedWorld.lose` makes a worker lost at any point.
+follow `unisono.comm.link_model`, and `SimulatedWorld.lose` can make a worker lost at any point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Lost(BaseException):
-    """Raised in a virtual worker that is lost, at its next operation; ``except Exception`` does not catch it."""
+    """Raised in a virtual worker that is lost, at its next operation; ``except Exception`` does not catch this."""
 
 
 def simulate(
@@ -46,14 +46,14 @@ def simulate(
 
     Args:
         size: the number of virtual workers, each a thread, of which one runs at a time.
-        function: the worker; `comm` is its `Simulated` communicator.
-        link: of all workers, or one for each.
-        seed: of each worker's random generators (torch's default one and Python's), together with its rank.
+        function: what each worker runs; `comm` is the worker's `Simulated` communicator.
+        link: the link that each worker has, or one link for each worker.
+        seed: seeds each worker's random generators (torch's default one and Python's), together with the rank.
         timeout_seconds: how long to wait for a peer, on the virtual clock.
 
     Raises:
-        BaseException: the first error of a worker by virtual time, unchanged. A worker with an error counts as lost:
-            the others see `PeerLost`. `outcomes` returns all errors.
+        BaseException: the error of the worker that failed first on the virtual clock, unchanged. A worker that failed
+            counts as lost: the others see `PeerLost`. `outcomes` returns all errors.
     """
     world = SimulatedWorld(size, link, timeout_seconds)
     results = world.run(function, arguments, seed)
@@ -81,19 +81,19 @@ class SimulatedWorld:
         self.size, self.timeout_seconds = size, timeout_seconds
         self.links = [link] * size if isinstance(link, Link) else list(link)
         if size < 1 or len(self.links) != size:
-            raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
+            raise ValueError(f"size={size} with {len(self.links)} links: give at least one worker, and a link for each")
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
         self.hosts = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
         self._services: dict[tuple[_Path, int], SimulatedService] = {}
-        self._left: dict[int, str] = {}  # the reason why a worker starts nothing more
-        self._lost: set[int] = set()  # those of them whose messages in flight are lost too
+        self._left: dict[int, str] = {}  # for each worker that starts nothing more, the reason
+        self._lost: set[int] = set()  # those of these workers whose messages in flight are lost too
         self._messages: dict[tuple[_Path, int], _Collective] = {}
         self._in_flight: list[list[VirtualWork]] = [[] for _ in range(size)]
         self._waits: dict[int, Sequence[VirtualWork]] = {}
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
-        """As `outcomes`; sets `failures` to the exceptions in the order of virtual time."""
+        """As `outcomes`. Afterwards, `failures` has the workers' exceptions in the order of virtual time."""
         self.scheduler = VirtualScheduler(self.size, seed, self._break_deadlock)
         results: list[Any] = [None] * self.size
 
@@ -110,7 +110,7 @@ class SimulatedWorld:
         return results
 
     def lose(self, rank: int, detail: str = "lost by injection") -> None:
-        """Make worker `rank` lost: its next operation raises `Lost`, those of the others `PeerLost`."""
+        """Make worker `rank` lost: its next operation raises `Lost`; operations of others that need it, `PeerLost`."""
         if rank in self._lost:
             return
         self._left[rank] = detail
@@ -120,7 +120,7 @@ class SimulatedWorld:
         self._end_services(rank)
 
     def leave(self, rank: int, detail: str) -> None:
-        """Have worker `rank` start nothing more; what it has started is still delivered."""
+        """Note that worker `rank` starts nothing more; what it has started is still delivered."""
         if rank in self._left:
             return
         self._left[rank] = detail
@@ -128,7 +128,7 @@ class SimulatedWorld:
         self._end_services(rank)
 
     def lose_server(self, number: int, detail: str = "lost by injection") -> None:
-        """End server `number` of every `Services.serve` so far."""
+        """End actor `number` of every `Services.serve` so far."""
         for service in list(self._services.values()):
             actor = service.actors[number] if service.served and number < len(service.actors) else None
             if actor:
@@ -140,7 +140,7 @@ class SimulatedWorld:
         return self._services.setdefault((path, sequence), SimulatedService(self, count, self.size, name, served))
 
     def is_lost(self, rank: int) -> bool:
-        """Whether worker `rank` is lost, and with it what it has sent."""
+        """Whether worker `rank` is lost, and with it the messages that it has sent."""
         return rank in self._lost
 
     def now(self, rank: int) -> float:
@@ -159,7 +159,7 @@ class SimulatedWorld:
             raise Lost(f"worker {rank}: {self._left[rank]}")
 
     def start(self, part: _PendingVerb[T]) -> _PendingVerb[T]:
-        """Start the operation of worker ``part.rank``, and deliver what is complete with it."""
+        """Start `part`, the part of worker ``part.rank`` in an operation, and deliver what it completes."""
         self.enter(part)
         self.bytes_sent[part.rank] += part.bytes_out
         message = self._messages.setdefault(part.key, _Collective())
@@ -183,7 +183,7 @@ class SimulatedWorld:
         self._in_flight[work.rank] = [*self.unfinished(work.rank), work]
 
     def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
-        """Wait for the first of `works`; a work fails when its deadline has passed."""
+        """Wait until the first of `works` finishes; a work fails when its deadline has passed."""
         self.check(rank)
         self._waits[rank] = works
         deadline = min(work.start for work in works) + self.timeout_seconds
@@ -264,7 +264,7 @@ class SimulatedWorld:
             service.worker_ended(left, self._left[left])
 
     def _break_deadlock(self) -> None:
-        """Fail all works when every worker waits for another one; the error says who waits in which message."""
+        """Fail all works when every worker waits for another one; the error names the workers that wait, by message."""
         waiting: dict[str, list[str]] = {}
         for rank in sorted(self._waits):
             for part in self._waits[rank]:
@@ -281,7 +281,7 @@ _Path = tuple[tuple[int, str], ...]
 
 
 class _PendingVerb(VirtualWork, Generic[T]):
-    """One worker's part in a collective: its inputs, and the `Work` that it has received."""
+    """One worker's part in a collective: the worker's inputs, and the `Work` that the worker has received."""
 
     result: Callable[[], T]
 
@@ -308,7 +308,7 @@ class _PendingVerb(VirtualWork, Generic[T]):
 
     @property
     def description(self) -> str:
-        """The message for errors."""
+        """The operation and its channel, for the text of errors."""
         return str(self.header) + (f" on channel {'/'.join(name for _, name in self._path)}" if self._path else "")
 
     @property
@@ -327,7 +327,7 @@ class _PendingVerb(VirtualWork, Generic[T]):
         )
 
     def wait(self) -> T:
-        """As the contract; moves the clock to the finish time if that is later."""
+        """See `Work.wait`. Moves the clock to the finish time if that is later."""
         self.wait_until_finished()
         if not self._value:
             self._value.append(self.result())
@@ -362,7 +362,7 @@ class Simulated:
         return torch.zeros(numel, dtype=dtype)
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _PendingVerb[Tensor]:
-        """As the contract. Overwrites `x` with NaN or the largest integer, so that no caller relies on its content."""
+        """See `Communicator.sum`. Overwrites `x` with NaN or the largest integer: no caller may rely on its content."""
         return self._start("sum", x, to=dtype)
 
     def gather(self, x: Tensor) -> _PendingVerb[Tensor]:
@@ -388,16 +388,16 @@ class Simulated:
         """Always None: each virtual worker has a host of its own."""
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """As the contract; `actor` shares the link of its worker."""
+        """See `Services.host`. `actor` shares the link of its worker."""
         own = self.world.hosts[self.rank]
         service = self._service(self.size, served=False)
         service.add(self.rank, lambda: actor, own)
         return self._connections(service)
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract; every actor has a link of its own, equal to that of worker 0."""
+        """See `Services.serve`. Every actor has a link of its own, equal to that of worker 0."""
         if count < 1:
-            raise ValueError(f"count={count}: one server or more")
+            raise ValueError(f"count={count}: there must be at least one server")
         actors = self._service(count, served=True)
         for number in range(self.rank, count, self.size):
             copied = json.loads(json.dumps(dict(config)))
@@ -415,7 +415,10 @@ class Simulated:
         self.world.advance(self.rank, seconds)
 
     def close(self) -> None:
-        """As the contract: peers that still need this worker see `PeerLost`. Channels close with it."""
+        """See `Communicator.close`. Peers that still need this worker see `PeerLost`.
+
+        Channels close with the communicator that they duplicate; to close only a channel has no effect.
+        """
         if not self.path:
             self.world.leave(self.rank, "it has closed its communicator")
 
@@ -453,7 +456,7 @@ def _difference(part: _PendingVerb[Any], other: _PendingVerb[Any]) -> MessageMis
 
 
 def _wrong_size(peers: Sequence[_PendingVerb[Any]]) -> MessageMismatch | None:
-    """The error of the first pair of an exchange or swap of which one sends what the other does not expect."""
+    """The error if in an exchange or swap one worker sends what the other does not expect; else None."""
     by_rank = {part.rank: part for part in peers}
     for receiver in peers:
         for rank in (rank for rank in receiver.like if rank in by_rank):

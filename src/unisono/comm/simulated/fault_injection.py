@@ -1,4 +1,4 @@
-"""A communicator that injects losses and delays at given operations, and wraps any other one."""
+"""A communicator that wraps any other communicator, and injects losses and delays at given operations."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class InjectedFailure:
 
     Args:
         rank: the worker to be lost.
-        verb: ``sum``, ``gather``, ``broadcast``, ``exchange``, ``swap``, or ``*`` for any.
-        count: the number of the start.
-        how: ``lose`` raises `Lost` in the worker; ``kill`` ends its process by SIGKILL.
+        verb: ``sum``, ``gather``, ``broadcast``, ``exchange``, ``swap``, or ``*`` for any of them.
+        count: which start it is, from 1.
+        how: ``lose`` raises `Lost` in the worker; ``kill`` ends the worker's process by SIGKILL.
     """
 
     rank: int
@@ -57,7 +57,10 @@ class Delay:
 
 
 class Faulty:
-    """The communicator `comm`, with those of `faults` that concern its rank. Channels count starts together."""
+    """Wraps the communicator `comm`, and injects those of `faults` that concern its rank.
+
+    Starts of an operation are counted over all channels together.
+    """
 
     def __init__(self, comm: Communicator, faults: Sequence[InjectedFailure | Delay]) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size

@@ -11,7 +11,7 @@ from unisono.comm.link_model import Link
 class SimulatedHost:
     """A virtual host, whose link carries one message at a time in each direction.
 
-    `rank` is that of the worker on this host, or -1 if it has a server.
+    `rank` is the rank of the worker on this host, or -1 if an actor of `Services.serve` runs there.
     """
 
     link: Link
@@ -31,7 +31,7 @@ class SimulatedHost:
 
 
 def carry(sender: SimulatedHost, receiver: SimulatedHost, size_bytes: float, now: float) -> float:
-    """The arrival time of a message that is ready `now`. What a host sends to itself is free.
+    """The arrival time of a message that is ready `now`. A message of a host to itself takes no time.
 
     Bytes leave when the sender's link is free, and arrive when the receiver's is, as far as possible at the same
     time. A message that waits for the receiver does not occupy the sender's link. The latency occupies no link.

@@ -26,7 +26,7 @@ class VirtualScheduler:
 
     Args:
         size: the number of workers.
-        seed: of the workers' random generators, together with the rank.
+        seed: seeds each worker's random generators, together with the worker's rank.
         deadlock: called when all workers that have not finished wait; must `wake` one of them.
     """
 
@@ -48,10 +48,10 @@ class VirtualScheduler:
         self._random = [_random_state(seed, rank) for rank in range(size)]
         self._over = threading.Event()
         self._interrupted = False
-        self._failure: BaseException | None = None  # of an event
+        self._failure: BaseException | None = None  # what an event has raised
 
     def run(self, run_worker: Callable[[int], None]) -> None:
-        """Run ``run_worker(rank)`` for each worker; it must not raise. Returns when all have finished.
+        """Run ``run_worker(rank)``, which must not raise, for each worker. Returns when all have finished.
 
         Raises what an event has raised; the workers then end with SystemExit where they wait.
         """
@@ -98,9 +98,10 @@ class VirtualScheduler:
             self._schedule(rank, time)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
-        """Have ``event()`` called at `time`, before any worker continues from there; if it raises, the simulation ends.
+        """Have ``event()`` called at `time`, before any worker continues at that time.
 
-        Events of the same time are called in the order of their scheduling, in the thread of any worker.
+        If `event` raises, the simulation ends. Events of the same time are called in the order in which they were
+        scheduled, in the thread of any worker.
         """
         heapq.heappush(self._events, (max(time, self.now), self._events_made, event))
         self._events_made += 1
@@ -111,7 +112,7 @@ class VirtualScheduler:
 
     @contextmanager
     def drawing_from(self, source: Random) -> Iterator[None]:
-        """A context in which random numbers come from `source`, and the workers' generators stay unchanged."""
+        """A context in which random numbers come from `source`; the workers' generators stay unchanged."""
         outside = _get_random()
         _set_random((source.torch, source.python))
         try:
@@ -194,14 +195,14 @@ class VirtualScheduler:
 
 
 def _drop(queue: list[tuple[float, int]], valid: list[float]) -> None:
-    """Remove entries from the front that an earlier one has replaced."""
+    """Remove entries of workers from the front of `queue` whose time is no longer the one in `valid`."""
     while queue and valid[queue[0][1]] != queue[0][0]:
         heapq.heappop(queue)
 
 
 @dataclass
 class Random:
-    """The states of torch's and Python's generator."""
+    """The states of torch's and of Python's random generator."""
 
     torch: torch.Tensor
     python: object

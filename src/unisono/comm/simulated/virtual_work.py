@@ -11,7 +11,7 @@ from unisono.errors import CommunicationError, PeerLost
 
 
 class Clock(Protocol):
-    """What a work needs of its simulated world."""
+    """The part of `SimulatedWorld` that a work needs."""
 
     def check(self, rank: int) -> None:
         """Raises `Lost` if worker `rank` is lost."""
@@ -20,17 +20,17 @@ class Clock(Protocol):
         """Seconds on the clock of worker `rank`."""
 
     def expire(self, works: Sequence[VirtualWork]) -> None:
-        """Fail works whose deadline has passed."""
+        """Fail those of `works` whose deadline has passed."""
 
     def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
-        """Wait for the first of `works`."""
+        """Move the clock of worker `rank` until the first of `works` finishes, or a deadline passes."""
 
     def unfinished(self, rank: int) -> Sequence[VirtualWork]:
         """The works that worker `rank` has started and that have not finished."""
 
 
 class VirtualWork:
-    """What worker `rank` has started at `start`, and what finishes at `finish` (infinity: not known)."""
+    """An operation or call that worker `rank` started at `start`; it finishes at `finish` (infinity: not known)."""
 
     verb = ""
     peers: Sequence[int] = ()
@@ -43,21 +43,24 @@ class VirtualWork:
 
     @property
     def settled(self) -> bool:
-        """Whether result and finish time are known; the latter may be in the future."""
+        """Whether the result and the finish time are known; that time may be in the future."""
         return self.finish < math.inf
 
     @property
     def description(self) -> str:
-        """The work for errors."""
+        """The work in words, for the text of errors."""
         raise NotImplementedError
 
     def overdue(self, timeout_seconds: float) -> PeerLost:
-        """The error once its deadline has passed."""
+        """The error of this work once its deadline has passed."""
         raise NotImplementedError
 
     def poll(self) -> bool:
-        """As the contract. Polling the same work repeatedly, with nothing in between, counts as waiting: the clock
-        moves to the finish of the worker's first work."""
+        """See `Work.poll`. A second poll at the same virtual time counts as a wait.
+
+        The clock then moves to the time at which the first of the worker's unfinished works finishes: polling takes no
+        virtual time, so a loop that polls would never end otherwise.
+        """
         self._clock.check(self.rank)
         self._clock.expire([self])
         now = self._clock.now(self.rank)

@@ -1,4 +1,4 @@
-"""The process groups of torch that carry one channel, from connecting to closing."""
+"""The process groups of torch through which one channel communicates, from connecting to closing."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _UNWIND_SECONDS = 1.0
 
 
 class BackendGroups:
-    """Collective: the process groups of one channel, connected.
+    """The process groups of torch that one channel uses. Collective: the constructor connects them.
 
     Args:
-        store: a store of the workers without keys of an earlier group.
+        store: a store that the workers share, without keys of an earlier group.
         rank, size, backend, device, address, timeout_seconds: as for `TorchGroup`.
-        abort: ends all waiting in them, now and later.
+        abort: once set, all waiting in the groups ends.
 
     Attributes:
-        headers: the group of headers, on gloo.
+        headers: the group that transfers headers, over gloo.
         connections: the kernel's name of each connection of gloo, by descriptor.
 
     Raises:
@@ -70,7 +70,7 @@ class BackendGroups:
         self.headers, self._payloads, self._cpu_payloads = groups
         self.connections = connections_of(ends)
         self._remove_callback: Callable[[], None] = lambda: None
-        if backend == "nccl":  # its operations also block callers that wait for the device
+        if backend == "nccl":  # operations of NCCL also block callers that wait for the device
             self._remove_callback = abort.add_callback(self._payloads.abort)
 
     @property
@@ -92,7 +92,8 @@ class BackendGroups:
     def close(self) -> None:
         """Release the groups. May be called twice.
 
-        The sockets are shut down first, which ends what is in flight here, and wakes peers that wait for this worker.
+        Before that, the sockets are shut down. This ends the operations in flight here, and wakes peers that wait for
+        this worker.
         """
         self._remove_callback()
         shut_down(self.connections)
@@ -100,14 +101,14 @@ class BackendGroups:
         if self._backend == "nccl" and self._payloads is not None:
             self._payloads.abort()
         if not self._unwound():
-            # The destructor of a group waits for what is in flight in it, here forever: leak the groups instead.
+            # The destructor of a group waits for the operations in flight, here forever: leak the groups instead.
             for each in (self.headers, self._payloads, self._cpu_payloads, self._abortable):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         self.headers = self._payloads = self._cpu_payloads = None
         self._in_flight.clear()
 
     def _unwound(self) -> bool:
-        """Whether everything in flight has ended, now that the connections are shut down."""
+        """Whether all operations in flight have ended, now that the connections are shut down."""
         end = time.monotonic() + _UNWIND_SECONDS
         while not all(handle.is_completed() for handle in self._in_flight):
             if time.monotonic() > end:
@@ -116,7 +117,7 @@ class BackendGroups:
         return True
 
     def _connect(self, store: c10d.Store, devices: Sequence[GlooDevice]) -> tuple[Any, Any, Any]:
-        """The groups of headers, of payloads, and of payloads on the CPU."""
+        """The groups for headers, for payloads, and for payloads on the CPU."""
 
         def over_gloo(name: str, device: GlooDevice) -> Any:
             self._abort.check("connect")

@@ -37,19 +37,19 @@ _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (si
 
 
 class TorchWorld:
-    """All workers of a view in torch's default group, and every group that torch makes of some of them.
+    """torch's default process group, of all workers of a view, and every group that torch makes of some of them.
 
-    A process has one at a time. Waiting in its groups cannot be aborted. Workers are woken by ending the reading side
-    of the connections, and `translate_errors` converts what torch then raises to `PeerLost`.
+    A process has one such world at a time. torch's waiting cannot be aborted. Instead, workers are woken by ending the
+    reading side of the connections, and `translate_errors` converts what torch then raises to `PeerLost`.
 
     If a write fails in gloo's own thread, which answers that this end is ready, gloo seems to forget the operation
     that waits for it. So connections are closed only after all workers have had time to learn that the view has ended.
-    When a process exits, its connections close at once. A worker that stays in a call of torch thereafter exits, so
-    that another can replace it; so does one that has not closed this within the deadline after an abort.
+    The connections of a process that exits close at once, however. So after an abort, a worker exits if it stays in one
+    call of torch for 5 s, or has not closed this world within `timeout_seconds`; another worker can then replace it.
 
     Args:
         address: the address of this worker, as its peers reach it.
-        abort: ends all waiting, now and later.
+        abort: once set, all waiting ends.
 
     Raises:
         PeerLost: not all workers connected within the deadline, or `abort` was set.
@@ -67,10 +67,10 @@ class TorchWorld:
     ) -> None:
         self._address, self._timeout_seconds = address, timeout_seconds
         self._abort, self._connections, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
-        self._stores: list[c10d.Store] = [store]  # torch and gloo refer to their C++ parts only
+        self._stores: list[c10d.Store] = [store]  # kept, as torch and gloo refer to their C++ parts only
         gc.collect()  # modules that used the groups of the previous world are in reference cycles
-        # torch names a group by the number of groups made before it. A group that failed still counts, in this
-        # process alone: names, and with them keys in the store, would differ from those of new workers.
+        # torch names a group by the number of groups made before it. A group that failed still counts, in this process
+        # alone: its names of groups, and with them its keys in the store, would differ from those of new workers.
         dist.distributed_c10d._world.group_count = 0
         self._closed, self._thread = threading.Event(), threading.get_ident()
         self._remove_callback = self._abort.add_callback(self._on_abort)
@@ -106,9 +106,9 @@ class TorchWorld:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """A context that raises errors of lost peers as `PeerLost`.
+        """A context that raises the errors with which torch reports a lost peer as `PeerLost`.
 
-        torch raises them as plain RuntimeErrors, and wraps those of this library's communicators.
+        torch reports a lost peer by a plain RuntimeError, and wraps errors of this library's communicators.
         """
         try:
             yield
@@ -124,7 +124,7 @@ class TorchWorld:
             raise
 
     def close(self) -> None:
-        """Leave all groups, so that others can be made. Peers that wait in them are woken soon after."""
+        """Leave all groups, so that new ones can be made. Peers that wait in the groups are woken soon after."""
         self._remove_callback()
         self._end_reading()
         self._closed.set()
@@ -133,7 +133,7 @@ class TorchWorld:
         _forget_meshes()
 
     def _end_reading(self) -> None:
-        """Wake all threads that read from the connections, which are closed later."""
+        """Wake all threads that read from the connections, and close the connections a while later."""
         with self._lock, contextlib.ExitStack() as open_until:
             for sock in shut_reading(self._connections):
                 open_until.enter_context(sock)
@@ -153,12 +153,12 @@ class TorchWorld:
             now, before, call = time.monotonic(), call, _call_of(self._thread)
             since = since if call is not None and call == before else now
             if now - since > _STUCK_SECONDS or now - aborted_at > self._timeout_seconds:
-                LOG.critical("a call of torch.distributed has not ended for %.3g s after the view: this process exits",
-                             now - aborted_at)  # fmt: skip
+                LOG.critical("the view ended %.3g s ago, and a call of torch.distributed has not returned: "
+                             "this process exits", now - aborted_at)  # fmt: skip
                 os._exit(STUCK)
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """The group that torch asks a backend for; gloo connects all pairs at once."""
+        """Connect the group that torch requests from this backend; gloo connects all pairs of workers at once."""
         exchange = StoreExchange(store, self._timeout_seconds, self._abort)
         (device,), ends = open_devices(exchange, rank, size, self._address, 1)
         abortable = AbortableStore(PrefixedStore("gloo", store), self._timeout_seconds, self._abort)
@@ -178,7 +178,7 @@ class TorchWorld:
 
 
 def _call_of(thread: int) -> tuple[int, int] | None:
-    """The call of `torch.distributed` that a thread is in; None if it is in other code."""
+    """The call of `torch.distributed` that a thread is in; None if the thread is in other code."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename.endswith("torch/_ops.py"):
         frame = frame.f_back  # the wrapper of an operator in C++
@@ -195,7 +195,7 @@ def _cause(error: BaseException | None) -> CommunicationError | None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches by device mesh: the next meshes are equal to the former ones, whose groups are closed."""
+    """Clear torch's caches whose keys are device meshes: the next meshes are equal to those whose groups are closed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return

@@ -25,8 +25,8 @@ class GlooDevice:
     """The listening socket of one group of gloo.
 
     Attributes:
-        device: torch's object.
-        end: the address of its socket.
+        device: torch's object for the device.
+        end: the address and port of its socket.
     """
 
     device: Any
@@ -47,8 +47,8 @@ def open_devices(
 ) -> tuple[list[GlooDevice], frozenset[End]]:
     """Collective: `count` devices of this worker, and the ends of the devices of all workers.
 
-    The ends identify the connections, which must be shut down to wake a worker that waits while it connects. A worker
-    listens only once all workers take part, which then connect at once, and only to their addresses.
+    The ends identify the connections that must be shut down to wake a worker that waits while it connects. A worker
+    listens only once all workers take part, which then connect at once; it admits only their addresses.
 
     Raises:
         PeerLost: as `StoreExchange.collect`.
@@ -62,10 +62,10 @@ def open_devices(
 
 
 def connect_gloo(store: c10d.Store, rank: int, size: int, device: GlooDevice, timeout_seconds: float) -> Any:
-    """Collective: torch's process group over gloo, in which each worker uses its `device`.
+    """Collective: connect a process group of torch over gloo, in which each worker uses its `device`.
 
-    All pairs are connected, and the listening socket then refuses further connections: gloo would keep their
-    descriptors, and abort the process when there are no more.
+    Once all pairs are connected, the listening socket refuses further connections: gloo would keep their descriptors,
+    and abort the process when it has no descriptors left.
 
     Raises:
         RuntimeError: the pairs could not be connected.
@@ -84,7 +84,7 @@ def connect_gloo(store: c10d.Store, rank: int, size: int, device: GlooDevice, ti
 
 
 def _read_addresses(value: Any) -> list[str]:
-    """The addresses that a list of JSON stands for. Raises `ValueError` or `TypeError` for anything else."""
+    """The addresses in `value`, a list read from JSON. Raises `ValueError` or `TypeError` for other values."""
     return [str(ipaddress.ip_address(each)) for each in value]
 
 

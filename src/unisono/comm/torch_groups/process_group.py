@@ -31,7 +31,7 @@ _GLOO_ADDS = {
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
-# The queue has the deadline; gloo's own must never come first.
+# The operation queue has the deadline; gloo's own deadline must never pass before it.
 _LONG = timedelta(days=1)
 _ALIGNMENT_BYTES = 16
 _CHECK_SECONDS = 0.1  # between two checks of the connections while nothing arrives
@@ -44,11 +44,11 @@ class TorchGroup(OperationQueue):
     """A communicator over gloo or NCCL. Collective: the constructor connects the peers.
 
     Args:
-        store: a store of the peers without keys of an earlier group.
-        rank, size: the number of this worker among the peers, and of all peers.
-        channels: those of the communicator; None: this group begins a new communicator.
-        backend: of payloads, ``gloo`` or ``nccl``.
-        device: of payloads (NCCL).
+        store: a store that the peers share, without keys of an earlier group.
+        rank, size: the number of this worker in the group, and how many workers the group has.
+        channels: the channels of the communicator that this group belongs to; None: it begins a new communicator.
+        backend: what transfers payloads, ``gloo`` or ``nccl``.
+        device: the device of payloads (NCCL).
         address: the address of this host, as the peers reach it.
         timeout_seconds: how long to wait for a peer, while connecting and in every operation.
 
@@ -91,7 +91,7 @@ class TorchGroup(OperationQueue):
                 options = c10d.AllreduceOptions()
                 options.timeout = _LONG
                 yield from self._transfer("sum", wide, lambda group: group.allreduce([wide], options))
-                # A ring sends every byte twice, except those of this worker's own part.
+                # In a ring, each worker sends the tensor twice, both times without one of its `size` parts.
                 self._channels.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
             return wide.to(x.dtype).to(dtype or x.dtype).view(x.shape)
 
@@ -142,7 +142,7 @@ class TorchGroup(OperationQueue):
         return self._start(lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects)
 
     def set_hierarchy(self, hierarchy: Hierarchy) -> None:
-        """Offer `hierarchy` of the same workers from now on; it is closed with this communicator."""
+        """Have `Communicator.hierarchy` return duplicates of `hierarchy`, which is closed with this communicator."""
         self._channels.hierarchy = hierarchy
 
     def channel(self, name: str) -> TorchGroup:
@@ -261,14 +261,14 @@ class TorchGroup(OperationQueue):
         if siblings or handle.is_completed() or self._backend != "gloo":
             time.sleep(_BACKOFF.seconds(attempt))
             return
-        with suppress(RuntimeError):  # the next poll sees it, whether a timeout or an error
+        with suppress(RuntimeError):  # a timeout of this slice, or an error, which the next poll finds
             handle.wait(timedelta(seconds=min(_SLICE_SECONDS, self._timeout_seconds)))
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """The error if a connection has been closed for some time.
 
         Backends close a broken connection, but do not always wake operations that wait for it. A peer that has
-        finished its part may close its end too, so data of other peers is then awaited for a while.
+        finished its part may close its end too: so data of other peers is still awaited for a while.
         """
         if now - self._checked_at < _CHECK_SECONDS:
             return None
@@ -301,5 +301,5 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _padded(nbytes: int) -> int:
-    """`nbytes` rounded up, so that a tensor of any dtype may begin after it."""
+    """`nbytes` rounded up, so that a tensor of any dtype may begin right after so many bytes."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
