@@ -50,7 +50,7 @@ class Direction:
         yield pieces
 
     def open(self, segment: memoryview, head: bytes = b"") -> memoryview:
-        """Verify `segment`, which ends with its tag, and decrypt it in place if it is encrypted; returns it without tag.
+        """Verify `segment`, which ends with its tag, and decrypt it in place if encrypted; returns it without the tag.
 
         Args:
             head: the head of the frame, if `segment` is the frame's first one.
