@@ -67,19 +67,25 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, coordin
         ("train digits --coordinator http://here:4", "plain HTTP between hosts is not encrypted"),
         ("status http://here:4", "let it use https:// (unisono coordinator --help), or add --authority none."),
         ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, --certificate new (one is made), "),
-        ("join https://a:1 --authority sha256:12", "--authority = sha256:12: no fingerprint of a certificate; write"),
+        (
+            "join https://a:1 --authority sha256:12",
+            "--authority = sha256:12: is not the fingerprint of a certificate; write",
+        ),
         ("join http://127.0.0.1:1 --task a --script b", "--script = b: --task is given too"),
         ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run-dir DIR."),
         ("join http://127.0.0.1:1 --workers none", "--workers = none: not a whole number from 1"),
         ("join http://127.0.0.1:1 --worker 2", "did you mean --workers?"),
         ("status", "write unisono status URL, or --run-dir DIR."),
         ("status http://127.0.0.1:1 --run-dir here", "one run is needed"),
-        ("status --run-dir nowhere", "run_dir = nowhere: no coordinator of it is running; name a run that is running."),
+        (
+            "status --run-dir nowhere",
+            "run_dir = nowhere: the run in this directory has no active coordinator; name a run that is active.",
+        ),
         (
             "status http://127.0.0.1:1",
             "coordinator = http://127.0.0.1:1: no coordinator of this version responds there",
         ),
-        ("status here", "coordinator = here: not an address of one"),
+        ("status here", "coordinator = here: is not the address of a coordinator"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(unisono, played, line, words) -> None:

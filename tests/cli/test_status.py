@@ -54,7 +54,7 @@ def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> 
 def test_of_a_run_that_never_was_nothing_is_said(tmp_path: Path, capsys) -> None:
     shutil.rmtree(tmp_path)
     assert main(["status", "--run-dir", str(tmp_path)]) == 2
-    assert "no coordinator of it is running" in capsys.readouterr().err
+    assert "the run in this directory has no active coordinator" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)

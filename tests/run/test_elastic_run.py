@@ -89,7 +89,7 @@ def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coord
             "1.sqlite": 0o600,
             "contact.json": 0o600,
         }
-    with pytest.raises(InvalidInput, match="no coordinator of it is running"):
+    with pytest.raises(InvalidInput, match="the run in this directory has no active coordinator"):
         read_contact(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
             elastic_run(Config(workers=2), other, server(tmp_path), print, options),
         ):
             pass
-        with pytest.raises(InvalidInput, match="the coordinator has another one"):
+        with pytest.raises(InvalidInput, match="the coordinator has another token"):
             fetch_work(CoordinatorAddress(coordination.url, "another"), server(tmp_path), OURS)
     with pytest.raises(InvalidInput, match="no coordinator of this version responds there"):
         fetch_work(contact, server(tmp_path), OURS)

@@ -1,4 +1,4 @@
-"""A worker's half of the protocol: which view it trains in, and when it stops."""
+"""A worker's half of the membership protocol: which view the worker trains in, and when it stops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class AbortView:
 
 @dataclass(frozen=True)
 class JoinView:
-    """Connect to the other members of `view` and receive the state that it starts from; then call `Agent.joined`, or
-    `Agent.fail_view` if members are missing."""
+    """Connect to the other members of `view` and receive the state that the view starts from; then call `Agent.joined`,
+    or `Agent.fail_view` if members are missing."""
 
     view: View
 
@@ -31,20 +31,22 @@ Action = AbortView | JoinView | Exit
 
 
 class Agent:
-    """The membership of one worker. Its methods return what the worker is to do; a heartbeat follows each call.
+    """The state machine of one worker's membership. Its methods return the actions that the worker is to take.
 
-    A worker is in a view from `JoinView` until it calls `end_view` or `fail_view`, whatever the coordinator sends
-    meanwhile. So its state version is final once the view has ended here. It never joins a view again that it has
-    ended, so conclusions of the coordinator from this version remain true.
+    The caller sends a heartbeat after `joined`, `end_view`, `fail_view`, `request_leave` and `finish`.
+
+    A worker is in a view from `JoinView` until `end_view`, `fail_view` or `finish` is called, whatever the coordinator
+    sends meanwhile. So the worker's state version is final once the view has ended here. The worker never joins a view
+    again that it has ended, so what the coordinator concludes from this version remains true.
 
     Args:
-        worker: its name, which no other process ever has.
-        version: of the state that the worker starts with.
-        address: of the worker.
+        worker: the worker's name, which no other process ever has.
+        version: the version of the state that the worker starts with.
+        address: the worker's address.
 
     Attributes:
-        view: that the worker is in; number 0: none.
-        working: whether its group is connected, and it has the state.
+        view: the view that the worker is in; its number is 0 while the worker is in none.
+        working: whether the view's group is connected, and the worker has the state.
     """
 
     def __init__(self, worker: str, version: StateVersion, address: WorkerAddress = WorkerAddress()) -> None:
@@ -68,19 +70,19 @@ class Agent:
 
     @property
     def version(self) -> StateVersion:
-        """Of the worker's state."""
+        """The version of the worker's state."""
         return StateVersion(self._state_view, self._steps, self._digest)
 
     @property
     def votes_to_end(self) -> bool:
-        """Whether this worker asks, with its next step, that the view ends after it."""
+        """Whether this worker asks, with its next step, that the view ends after that step."""
         ending = self._update.status in (ViewStatus.ENDING_AT_BOUNDARY, ViewStatus.FINISHED)
         return ending and self.view.number == self._update.view.number
 
     @property
     def changes_view(self) -> bool:
-        """Whether the worker is to stop at once, or to connect a group, and has not reported it: until then the
-        coordinator hardly has news for it."""
+        """Whether the worker has to stop at once, or to connect a group, and has not reported yet that it did so. Until
+        then the coordinator hardly has news for it."""
         return self._aborted or (self.view.number > 0 and not self.working)
 
     @property
@@ -89,29 +91,37 @@ class Agent:
         return self._leaving
 
     def receive(self, update: ViewUpdate) -> list[Action]:
-        """Take an update of the coordinator; updates may be late, duplicated or out of order."""
+        """Process an update of the coordinator; updates may be late, duplicated or out of order."""
         if _order(update) < _order(self._update):
             return []
         self._update = update
         return self._actions()
 
     def joined(self, number: int, step: int, digest: str) -> None:
-        """The group of view `number` is connected, and this worker has the state that it starts from."""
+        """Note that the group of view `number` is connected, and this worker has the state that the view starts from.
+
+        Args:
+            step: the number of steps in that state.
+            digest: the digest of that state.
+        """
         if number == self.view.number:
             self._set_version(StateVersion(number, step, digest))
             self.working = True
 
     def add_steps(self, number: int, digest: str = "", steps: int = 1) -> None:
-        """`steps` more steps of view `number` are in the state. Called in every step, so it does nothing else."""
+        """Note that `steps` more steps of view `number` are in the state.
+
+        This is called in every step, so it does nothing else.
+        """
         if number == self.view.number and self.working:
             self._steps += steps
             self._digest = digest
 
     def end_view(self, number: int, digest: str | None = None) -> list[Action]:
-        """View `number` has ended after a step that all its members took.
+        """Note that view `number` has ended after a step that all its members took.
 
         Args:
-            digest: of the state as it is now; None: unchanged.
+            digest: the digest of the state as it is now; None: the digest has not changed.
         """
         if number != self.view.number:
             return []
@@ -120,9 +130,10 @@ class Agent:
         return self._end(number)
 
     def fail_view(self, number: int, unreachable: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
-        """The group of view `number` has failed: a member is lost, or those `unreachable` did not connect.
+        """Note that the group of view `number` has failed: a member is lost, or members did not connect.
 
         Args:
+            unreachable: the members that did not connect.
             digest: as for `end_view`.
         """
         if number == self.view.number:
@@ -130,13 +141,13 @@ class Agent:
         return self.end_view(number, digest)
 
     def request_leave(self) -> list[Action]:
-        """Ask to leave after a step that all members take. The next update says whether the worker may exit at once:
-        the last one was sent before this request."""
+        """Ask to leave after a step that all members take. The next update decides whether the worker may exit at once:
+        the latest update was sent before this request."""
         self._leaving = True
         return []
 
     def finish(self) -> list[Action]:
-        """The training is complete, and its result is stored."""
+        """Note that the training is complete, and that its result is stored."""
         self._finished = True
         return self._end(self.view.number) if self.view.number else self._actions()
 

@@ -31,10 +31,10 @@ _DAYS = 3650
 
 
 def with_certificate(endpoint: Endpoint, certificate: Path, key: Path) -> Endpoint:
-    """The endpoint with a certificate, created if it asks for one and the files do not exist.
+    """`endpoint` with a certificate, if it asks for one; the certificate is created if the files do not exist.
 
     Args:
-        certificate, key: the files; the key is private.
+        certificate, key: the paths of the files; only their owner may read or write the key.
 
     Raises:
         InvalidInput: the files cannot be written, or other users can read the key.
@@ -50,13 +50,13 @@ def with_certificate(endpoint: Endpoint, certificate: Path, key: Path) -> Endpoi
     except OSError as error:
         raise InvalidInput("--make-certificate", str(certificate), str(error), "name another directory") from error
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise InvalidInput("--make-certificate", str(key), "others can read it, or write it",
+        raise InvalidInput("--make-certificate", str(key), "other users can read or write this key",
                            "remove it and the certificate: new ones are created")  # fmt: skip
     return replace(endpoint, certificate=certificate, key=key, create_certificate=False)
 
 
 def fingerprint(certificate: Path) -> str:
-    """The fingerprint of the certificate in that file, in PEM format. Raises OSError and ValueError."""
+    """The fingerprint of the certificate in the file `certificate`, in PEM format. Raises OSError and ValueError."""
     return pin(ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii")))
 
 
@@ -69,12 +69,12 @@ def is_pin(authority: str) -> bool:
     """Whether `authority` is a fingerprint, and not the name of a file.
 
     Raises:
-        InvalidInput: it begins like a fingerprint, but is none.
+        InvalidInput: `authority` begins like a fingerprint, but is none.
     """
     if not authority.startswith(PINNED):
         return False
     if not re.fullmatch(r"[0-9a-f]{64}", authority.removeprefix(PINNED)):
-        raise InvalidInput("--authority", authority, "no fingerprint of a certificate",
+        raise InvalidInput("--authority", authority, "is not the fingerprint of a certificate",
                            f"write {PINNED} and 64 hexadecimal digits, as the coordinator prints them")  # fmt: skip
     return True
 

@@ -24,19 +24,19 @@ _SPENT_SECONDS = 1.0  # between two reports of where the time went
 
 
 class CoordinatorClient:
-    """The membership of one worker, until it is closed.
+    """Connects a worker's `Agent` with the coordinator, until this client is closed.
 
-    One thread waits for news: the coordinator responds to its heartbeats when there is some. Heartbeats that report
-    something are sent at once, on a second connection.
+    One thread waits for news: the coordinator responds to this thread's heartbeats when it has news, or when the next
+    one is due. Heartbeats that report something are sent at once, on a second connection.
 
     Args:
-        contact: of the coordinator.
+        contact: how to reach the coordinator.
         agent: this worker's half of the protocol.
-        abort: called with the number of a view whose group must be aborted; by the waiting thread, at any time.
-        leaving: whether this worker was asked to leave; called before every heartbeat.
-        stopping: whether the run was asked to stop, so that it waits for no further view.
-        activity: what the worker does; called by the waiting thread.
-        spent: seconds of the worker's time by phase.
+        abort: called with the number of a view whose group must be aborted; at any time, in any thread.
+        leaving: returns whether this worker was asked to leave; called before every heartbeat.
+        stopping: returns whether the run was asked to stop, so that `next_view` does not wait any longer.
+        activity: returns what the worker is doing; called before every heartbeat.
+        spent: returns the seconds that the worker has spent in each phase.
         on_finding: called with each finding of the coordinator, a sentence for people.
 
     Raises:
@@ -71,8 +71,10 @@ class CoordinatorClient:
         self._thread.start()
 
     def next_view(self) -> View | None:
-        """Wait for a view to join; None once the others continue without this worker, which asked to leave, or the
-        training is complete.
+        """Wait for a view to join, and return it.
+
+        The result is None if the training is complete, if the others continue without this worker because it asked to
+        leave, if the run was asked to stop, or if this client was closed.
 
         Raises:
             InvalidInput: the coordinator has not accepted connections for a while.
@@ -87,13 +89,16 @@ class CoordinatorClient:
                     "coordinator",
                     self._url,
                     "it does not respond any more",
-                    "it ends with its run: see how that ended",
+                    "a coordinator ends with its run: see how the run ended",
                 )
             view, self._view = self._view, None
             return view
 
     def _is_gone(self, began: float) -> bool:
-        """Whether connections are refused for too long; after a first response, since `next_view` `began`."""
+        """Whether connections have been refused for too long.
+
+        Once the coordinator has responded, only the time since `began` counts, when `next_view` was called.
+        """
         if self._refused_at is None:
             return False
         if self._known is None:
@@ -115,7 +120,7 @@ class CoordinatorClient:
         self._report_change(lambda: self._agent.joined(number, step, digest))
 
     def add_steps(self, number: int, steps: int = 1) -> None:
-        """See `Agent.add_steps`; sent with the next heartbeat."""
+        """See `Agent.add_steps`. The next heartbeat reports the steps."""
         self._agent.add_steps(number, steps=steps)  # without a lock: only the training thread changes the version
 
     def end_view(self, number: int, digest: str) -> None:
@@ -153,7 +158,7 @@ class CoordinatorClient:
     def _report_change(self, change: Callable[[], list[Action] | None]) -> None:
         with self._news:
             self._do(change() or [])
-            if self._pausing:  # the waiting thread sends it, and receives the next view in response
+            if self._pausing:  # the waiting thread reports the change, and receives the next view in response
                 self._pausing = False
                 return
         self._report(list)
@@ -161,7 +166,7 @@ class CoordinatorClient:
     def _report(self, change: Callable[[], list[Action] | None]) -> None:
         with self._news:
             self._do(change() or [])
-        with self._report_lock:  # if the coordinator does not respond, a later heartbeat reports it
+        with self._report_lock:  # if the coordinator does not respond, a later heartbeat reports the change
             self._exchange(self._reporting, waits=False)
 
     def _wait_for_news(self) -> None:
@@ -199,7 +204,7 @@ class CoordinatorClient:
             return False
         try:
             update = reply.update(known)
-        except ValueError:  # the coordinator does not know what it sent before
+        except ValueError:  # the reply refers to a view that this worker does not have
             return False
         self._pass_findings(reply)
         with self._news:

@@ -12,14 +12,14 @@ from unisono.membership.protocol import CoordinatorAddress
 from unisono.system import atomic_files as atomic
 
 DIRECTORY = "coordinator"  # in the run directory
-CONTACT = "contact.json"  # in that one
+CONTACT = "contact.json"  # in `DIRECTORY`
 
 
 def write_contact(run: Path, contact: CoordinatorAddress) -> Path:
-    """Write the file of the run in that directory, and return its path.
+    """Write the contact file of the run whose directory is `run`; returns the file's path.
 
     Raises:
-        InvalidInput: it cannot be written.
+        InvalidInput: the file cannot be written.
     """
     path = coordinator_directory(run) / CONTACT
     fields = {"url": contact.url, "token": contact.token, "meets_at": contact.rendezvous_url,
@@ -32,10 +32,10 @@ def write_contact(run: Path, contact: CoordinatorAddress) -> Path:
 
 
 def coordinator_directory(run: Path) -> Path:
-    """The directory of the coordinator's files in the run directory; created if it does not exist.
+    """The directory for the coordinator's files in the run directory `run`; it is created if it does not exist.
 
     Raises:
-        InvalidInput: it cannot be created.
+        InvalidInput: the directory cannot be created.
     """
     path = run / DIRECTORY
     try:
@@ -46,15 +46,15 @@ def coordinator_directory(run: Path) -> Path:
 
 
 def not_writable(run: Path, error: OSError) -> InvalidInput:
-    """The error that the run directory cannot be written to."""
+    """The error for a run directory that cannot be written to."""
     return InvalidInput("run_dir", str(run), f"cannot be written ({error.strerror})", "name another directory")
 
 
 def read_contact(run: Path) -> CoordinatorAddress:
-    """The address of the coordinator of the run in that directory.
+    """The address of the coordinator of the run whose directory is `run`.
 
     Raises:
-        InvalidInput: the run has no coordinator at present.
+        InvalidInput: the directory has no valid contact file, so no coordinator of the run is active.
     """
     try:
         fields = json.loads((run / DIRECTORY / CONTACT).read_text())
@@ -62,12 +62,12 @@ def read_contact(run: Path) -> CoordinatorAddress:
         return CoordinatorAddress(url, token, fields.get("meets_at", ""), fields.get("authority", ""))
     except (OSError, ValueError, TypeError, KeyError):
         raise InvalidInput(
-            "run_dir", str(run), "no coordinator of it is running", "name a run that is running"
+            "run_dir", str(run), "the run in this directory has no active coordinator", "name a run that is active"
         ) from None
 
 
 def join_command(contact: CoordinatorAddress, *words: str) -> str:
-    """The command with which other hosts join the run, followed by `words`; the token is not in it."""
+    """The command with which other hosts join the run, followed by `words`; the token is not part of the command."""
     command = ["unisono", "join", contact.url]
     if not contact.uses_tls or is_pin(contact.authority):
         command += ["--authority", contact.authority or "none"]
@@ -75,7 +75,7 @@ def join_command(contact: CoordinatorAddress, *words: str) -> str:
 
 
 def remove_contact(run: Path) -> None:
-    """Remove the file that an earlier attempt of the run has left. Raises OSError."""
+    """Remove the contact file that an earlier attempt of the run has left. Raises OSError."""
     directory = run / DIRECTORY
     for path in (directory / CONTACT, *atomic.unfinished(directory, CONTACT)):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The coordinator's half of the protocol: which workers form the next view.
+"""The coordinator's half of the membership protocol: which workers form the next view.
 
     no view ──► gathering ──► formed ──► gathering ──► ...
                    ▲                         │  └── a worker has the result ──► FINISHED
@@ -21,8 +21,8 @@ from unisono.membership.unreachable_pairs import UnreachablePairs
 from unisono.observe.adaptive_timeout import AdaptiveTimeout
 from unisono.observe.stall_diagnosis import Liveness
 
-_LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
-_NAMED = 8  # workers that a text names
+_LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove which steps were not committed
+_NAMED = 8  # workers that a text names at most
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ViewFormed:
 
 @dataclass(frozen=True)
 class ViewEnded:
-    """The view of this number ends, at the next boundary or at once; `reason` as text."""
+    """The view whose number is `view` ends, as `status` says, at the next boundary or at once; `reason` says why."""
 
     view: int
     status: ViewStatus
@@ -55,8 +55,8 @@ class SavedViews:
     """What must survive the coordinator's process; it is on disk before any worker receives it.
 
     Args:
-        lineage: the latest views whose states follow from each other, the current one last.
-        status: of the current one.
+        lineage: the latest views whose states follow from each other, the current view last.
+        status: the status of the current view.
     """
 
     lineage: tuple[View, ...] = ()
@@ -65,15 +65,15 @@ class SavedViews:
 
 @dataclass
 class Coordinator:
-    """Decides views.
+    """The state machine that decides which workers form a view, and when the view ends.
 
-    It has no clock: callers pass the time, in seconds that never jump. Only these calls change `saved` and what workers
-    receive; they return the decisions made.
+    It has no clock: callers pass the time, in seconds that never jump. Only `receive`, `worker_exited`, `disconnected`
+    and `tick` change `saved` and what workers receive; they return the decisions that they have made.
 
     Args:
-        policy: the user's.
-        saved: by the process before this one.
-        started_at: start of this process; no member is overdue before it had time to send a heartbeat.
+        policy: the user's rules.
+        saved: what the coordinator's previous process has saved.
+        started_at: when this process started; no member is overdue before it has had time to send a heartbeat.
     """
 
     policy: Policy
@@ -83,9 +83,9 @@ class Coordinator:
     _unreachable: UnreachablePairs = field(init=False)
     _progress: StepProgress = field(init=False)
     _members: frozenset[str] = field(init=False)
-    _arriving: set[str] = field(init=False)  # members that have not reported to train in the view
-    _staying: set[str] = field(init=False)  # members that have not reported to have ended it
-    _awaited: str = field(default="", init=False)  # one of these that is responsive
+    _arriving: set[str] = field(init=False)  # members that have not reported yet that they train in the view
+    _staying: set[str] = field(init=False)  # members that have not reported yet that they have ended the view
+    _awaited: str = field(default="", init=False)  # one of `_staying` that is responsive
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Coordinator:
 
     @property
     def furthest_step(self) -> int:
-        """Steps in the state of the member that is furthest."""
+        """The number of steps in the state of the member that is furthest."""
         return self._progress.count.furthest
 
     @property
@@ -140,13 +140,13 @@ class Coordinator:
         return worker in self._roster.leaving
 
     def liveness(self, worker: str, now: float) -> Liveness:
-        """Whether a member of this view, or of the one before, is alive."""
+        """Whether a member of this view, or of the previous view, is alive."""
         if worker in self._roster.exited:
             return Liveness.EXITED
         return Liveness.UNRESPONSIVE if self._roster.is_unresponsive(worker, now) else Liveness.RESPONSIVE
 
     def receive(self, heartbeat: Heartbeat, now: float) -> list[Decision]:
-        """A heartbeat has arrived."""
+        """Process a heartbeat that arrived at `now`."""
         worker = heartbeat.worker
         if self.saved.status is ViewStatus.FINISHED:
             return []
@@ -160,7 +160,7 @@ class Coordinator:
         before = self._roster.receive(kept, self.view.number, now)
         if before is None:
             return []
-        # A worker that was frozen could not reach members of a past view because they had left it.
+        # Only the latest view counts: a worker that was frozen cannot reach members of a past view, as they have left.
         ends_view = heartbeat.ended_view > before.ended_view
         if heartbeat.unreachable and ends_view and heartbeat.failed_view >= self.view.number:
             self._unreachable.report(worker, heartbeat.unreachable, now)
@@ -175,25 +175,29 @@ class Coordinator:
         return [] if unchanged and before.count else list(self._decide([worker], now))
 
     def worker_exited(self, worker: str, now: float) -> list[Decision]:
-        """The process of `worker` has exited, as its launcher reports."""
+        """Process a launcher's report that the process of `worker` has exited."""
         self._roster.exited.add(worker)
         self._forget_workers(now)
         return list(self._decide([worker], now))
 
     def worker_running(self, worker: str, now: float) -> None:
-        """The process of `worker` is running or runnable, as its launcher reports: it is not lost, even if its
-        heartbeats are late."""
+        """Process a launcher's report that the process of `worker` is running or runnable. The worker is then not lost,
+        even if its heartbeats are late."""
         if worker in self._roster.records:
             self._roster.records[worker].last_running = now
 
     def has_late_member(self, now: float) -> bool:
-        """Whether a member's heartbeat is late, so that `worker_running` is useful. Linear in the number of workers."""
+        """Whether a member's heartbeat is late, so that `worker_running` is useful.
+
+        Takes time linear in the number of workers.
+        """
         return any(worker in self._roster.records and self._roster.is_late(worker, now) for worker in self.view.members)
 
     def disconnected(self, worker: str, now: float) -> list[Decision]:
-        """The connection on which `worker` waited has closed, and it has opened no other since.
+        """Process that the connection on which `worker` waited has closed, and that it waits on no other one.
 
-        Its next heartbeat may follow: no view ends for this. But the next view does not wait for this worker.
+        The worker's next heartbeat may still arrive, so no view ends because of this. But the next view does not wait
+        for this worker.
         """
         if worker not in self._roster.records:
             return []
@@ -201,7 +205,7 @@ class Coordinator:
         return list(self._decide([], now))
 
     def tick(self, now: float) -> list[Decision]:
-        """Time has passed. Linear in the number of workers."""
+        """Process that time has passed. Takes time linear in the number of workers."""
         self._forget_workers(now)
         return list(self._decide(self.view.members if self.step_timeout.overdue(now) else [], now))
 
@@ -228,7 +232,7 @@ class Coordinator:
             failed = record.heartbeat.failed_view >= self.view.number
             if ended and (stalled or self.saved.status is ViewStatus.ACTIVE or failed):
                 return f"{member} has lost the connection to other members"
-            # All members take a step together: while steps continue, no member is lost, whatever its heartbeats.
+            # All members take a step together: while steps continue, no member is lost, even if heartbeats are late.
             if stalled and self._roster.is_unresponsive(member, now):
                 pause = self._roster.evict(member, len(self._members), now)
                 reason = f"no heartbeat of {member} arrives, and no step is completed"
@@ -240,7 +244,7 @@ class Coordinator:
         leaving = self._roster.leaving & self._members
         if self._arriving or not (leaving or self._roster.free):
             return ""
-        if leaving:  # if all members leave, the group stops by itself, together
+        if leaving:  # if all members leave, they stop together without the coordinator
             names = join_names(member for member in self.view.members if member in leaving)
             return f"{names} leaves" if len(leaving) < len(self._members) else ""
         ready = [w for w in self._roster.ready_workers(now) if w not in self._members and w not in self._roster.leaving]
@@ -265,20 +269,20 @@ class Coordinator:
             wanted = policy.replica_size  # all leave: their view stops and saves its state, even below the minimum
         admissible = self._admissible(staying, now)
         formed = self._form(self._ranked(admissible, now), ready, wanted, late)
-        if (formed is None or formed.abandoned_views) and len(admissible) < len(staying):  # quarantined ones are needed
+        if (formed is None or formed.abandoned_views) and len(admissible) < len(staying):  # needs quarantined workers
             formed = self._form(self._ranked(staying, now), ready, wanted, late) or formed
         if formed is None or formed.abandoned_views:
             lacking = bool(self._unproven(staying, ready))
             if lacking or not staying:
                 formed = self._form(self._with_leaving_replica(staying, ready, now), ready, wanted, late) or formed
             if formed is None and self._may_leave(ready, late or not lacking or not staying):
-                yield self._end(ViewStatus.BELOW_MINIMUM, "workers that asked to leave may", self._ended_at)
+                yield self._end(ViewStatus.BELOW_MINIMUM, "workers that asked to leave may do so", self._ended_at)
         if formed is not None:
             self._start_view(formed.view, now)
             yield formed
 
     def _awaits_member(self, now: float) -> bool:
-        """Whether a responsive member has not ended the view; the one found last is checked first."""
+        """Whether a responsive member has not ended the view; the member that was found last is checked first."""
         if self._awaited not in self._staying or self._roster.is_unresponsive(self._awaited, now):
             responsive = (member for member in self._staying if not self._roster.is_unresponsive(member, now))
             self._awaited = next(responsive, "")
@@ -303,8 +307,10 @@ class Coordinator:
         return None
 
     def _with_leaving_replica(self, staying: Sequence[str], ready: Mapping[str, StateVersion], now: float) -> list[str]:
-        """The next members, with a replica of leaving workers that may have the state that the others lack. It stays
-        for one more view. If all workers leave, they stop together."""
+        """The next members, with a replica of leaving workers, which may have the state that the others lack.
+
+        This replica stays for one more view. If all workers leave, all of them are the next members, to stop together.
+        """
         leaving = {worker: version for worker, version in ready.items() if worker not in staying}
         if not leaving or not staying:
             return self._ranked(list(leaving), now)
@@ -369,7 +375,7 @@ class Coordinator:
 
 
 def join_names(workers: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
+    """The first of the names `workers` as text, and the number of further names."""
     names = list(workers)
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -17,10 +17,10 @@ class Endpoint:
     """Where a coordinator listens.
 
     Args:
-        host: an address of this machine; all but loopback are reachable from other hosts.
-        port: 0 selects a free one.
-        certificate, key: files, for TLS; both or neither.
-        create_certificate: the coordinator creates its certificate, see `unisono.membership.certificate`.
+        host: a name or an address of this machine; other hosts can reach any address but that of loopback.
+        port: 0 selects a free port.
+        certificate, key: the files for TLS; give both or neither.
+        create_certificate: whether the coordinator creates its certificate, see `unisono.membership.certificate`.
     """
 
     host: str = "127.0.0.1"
@@ -34,20 +34,20 @@ class Endpoint:
             raise InvalidInput("certificate", self.certificate, "TLS needs a certificate and its key", "give both")
 
     def url(self, port: int) -> str:
-        """The URL that workers use."""
+        """The URL by which workers reach the coordinator, which listens on `port`."""
         host = socket.gethostname() if self._is_unspecified else self.host
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.certificate else 'http'}://{host}:{port}"
 
     @property
     def _is_unspecified(self) -> bool:
-        with suppress(ValueError):  # a name, no address
+        with suppress(ValueError):  # `host` is a name, not an address
             return ip_address(self.host).is_unspecified
         return False
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the coordinator."""
         return self.host in LOOPBACK
 
     def listen(self) -> socket.socket:
@@ -71,7 +71,7 @@ class CoordinatorOptions:
 
     Args:
         endpoint: where the run's own coordinator listens; on loopback only workers of this host can reach it.
-        token: of the run; empty: a new one.
+        token: the run's token; empty: a new one is drawn.
         authority: see `CoordinatorAddress`; not needed if the coordinator creates its certificate.
         existing: a coordinator that is already running, in place of the run's own.
     """

@@ -32,24 +32,24 @@ class EmptyBody(BaseModel):
 
 @dataclass(frozen=True)
 class HttpResponse(Generic[Body]):
-    """A response: HTTP's status, and the message; None with any status but 200."""
+    """A response: its HTTP status, and its message, `body`, which is None with any status but 200."""
 
     status: int
     body: Body | None
 
 
 class HttpConnection:
-    """A keep-alive connection, opened and reopened when needed.
+    """A keep-alive connection to the coordinator, opened and reopened when needed.
 
     Every wakeup of a worker or coordinator delays training steps. So a request is one packet, for which the other end
     wakes up once, and a parser in C reads the response.
 
     Args:
-        contact: of the coordinator.
-        timeout_seconds: for a response.
+        contact: how to reach the coordinator.
+        timeout_seconds: how long to wait for a response.
 
     Attributes:
-        refused: the last request failed because the connection was refused.
+        refused: whether the last request failed because the connection was refused.
 
     Raises:
         InvalidInput: the contact's URL is invalid, its token is not printable, or its authority cannot be read.
@@ -69,26 +69,26 @@ class HttpConnection:
         self._socket: socket.socket | None = None
 
     def sibling(self) -> HttpConnection:
-        """Another connection to the same coordinator, which shares its challenge."""
+        """Another connection to the same coordinator; both use the challenge that either has received."""
         other = copy.copy(self)
         other.refused = other._cancelled = False
         other._signer, other._socket = self._signer.sibling(), None
         return other
 
     def get(self, path: str, kind: type[Body]) -> HttpResponse[Body] | None:
-        """See `request`."""
+        """Send a GET request; see `request`."""
         return self.request("GET", path, None, kind)
 
     def post(self, path: str, message: object, kind: type[Body]) -> Body | None:
-        """The message of the response; None if there is none. Arguments as of `request`."""
+        """Send a POST request; returns the response's message, or None if there is none. See `request`."""
         response = self.request("POST", path, message, kind)
         return response.body if response else None
 
     def request(self, method: str, path: str, message: object, kind: type[Body]) -> HttpResponse[Body] | None:
-        """The response; None if there is none, or its message is not of that `kind`.
+        """Send a request; returns the response, or None if there is none, or if its message is not of the type `kind`.
 
         Args:
-            message: to be written as JSON; None: no body; bytes: JSON already.
+            message: what to send as JSON; None: the request has no body; bytes: they are JSON already.
         """
         body = message if isinstance(message, bytes) else b"" if message is None else json.dumps(message).encode()
         try:
@@ -102,7 +102,7 @@ class HttpConnection:
             return None
 
     def cancel(self) -> None:
-        """Fail the request in flight, and all later ones; from any thread."""
+        """Fail the request in flight, and all later ones. Any thread may call this."""
         self._cancelled, connection = True, self._socket
         if connection is not None:
             with suppress(OSError):  # not connected any more
@@ -152,7 +152,7 @@ class HttpConnection:
         except ConnectionError:
             if not reused or self._cancelled:
                 raise
-        self.close()  # the other end closed it while it was idle; a duplicated message does no harm
+        self.close()  # the other end closed the idle connection; if the request arrives twice, this does no harm
         return self._exchange(request())
 
     def _exchange(self, request: bytes) -> _ResponseReader:
@@ -163,7 +163,7 @@ class HttpConnection:
         while not reader.complete:
             data = self._socket.recv(_READ_BYTES)
             if not data:
-                raise ConnectionResetError("closed before the response was complete")
+                raise ConnectionResetError("the connection was closed before the response was complete")
             reader.feed(data)
         if not reader.keep_alive:
             self.close()
@@ -183,7 +183,7 @@ class HttpConnection:
         secured = self._trust.wrap_socket(connection, server_hostname=self._host)
         if self._pin and pin(secured.getpeercert(binary_form=True) or b"") != self._pin:
             secured.close()
-            raise ssl.SSLCertVerificationError("the certificate has another fingerprint")
+            raise ssl.SSLCertVerificationError("the certificate does not have the expected fingerprint")
         return secured
 
 
@@ -191,14 +191,14 @@ class _ResponseReader:
     """Parses a response as it arrives.
 
     Attributes:
-        complete: the whole response has arrived.
-        keep_alive: the connection can be used again.
+        complete: whether the whole response has arrived.
+        keep_alive: whether the connection can be used again.
         challenges: the ``www-authenticate`` headers.
         proof: the server's signature.
 
     Raises:
         ValueError: the response is too long, or cannot be decompressed.
-        httptools.HttpParserError: it is not HTTP.
+        httptools.HttpParserError: the response is not HTTP.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _ResponseReader:
 
     @property
     def status(self) -> int:
-        """HTTP's status."""
+        """The HTTP status."""
         return int(self._parser.get_status_code())
 
     @property
@@ -259,7 +259,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 def fetch(contact: CoordinatorAddress, path: str, kind: type[Body]) -> Body | None:
-    """Request a message of that `kind` from the coordinator; None if it has none.
+    """Request a message of the type `kind` from the coordinator; returns None if the coordinator has none.
 
     Raises:
         InvalidInput: the coordinator does not respond, or the token is wrong.
@@ -268,10 +268,10 @@ def fetch(contact: CoordinatorAddress, path: str, kind: type[Body]) -> Body | No
 
 
 def check_response(contact: CoordinatorAddress, response: HttpResponse[Body] | None) -> HttpResponse[Body]:
-    """`response`, unless there is none or the token was refused.
+    """Return `response`.
 
     Raises:
-        InvalidInput: in these cases.
+        InvalidInput: there is no response, or the coordinator has refused the token.
     """
     if response is None:
         problem = "no coordinator of this version responds there"
@@ -281,12 +281,12 @@ def check_response(contact: CoordinatorAddress, response: HttpResponse[Body] | N
             cure += "; or give --authority FILE or its fingerprint"
         raise InvalidInput("coordinator", contact.url, problem, cure)
     if response.status == 401:
-        raise InvalidInput("token", "(not shown)", "the coordinator has another one", "give the token of this run")
+        raise InvalidInput("token", "(not shown)", "the coordinator has another token", "give the token of this run")
     return response
 
 
 def _address(url: str) -> tuple[str, int, bool]:
-    wrong = InvalidInput("coordinator", url, "not an address of one", "write http://host:port")
+    wrong = InvalidInput("coordinator", url, "is not the address of a coordinator", "write http://host:port")
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -300,7 +300,7 @@ def _address(url: str) -> tuple[str, int, bool]:
 def _printable(token: str) -> str:
     if not (token.isascii() and token.isprintable()):
         raise InvalidInput(
-            "token", "(not shown)", "it has characters that are not printable ASCII", "choose another one"
+            "token", "(not shown)", "has characters that are not printable ASCII", "choose another token"
         )
     return token
 
@@ -315,6 +315,6 @@ def _trust(authority: str, pinned: bool) -> ssl.SSLContext:
         raise InvalidInput(
             "authority",
             authority,
-            f"not a readable certificate ({error.strerror or error})",
+            f"is not a readable certificate ({error.strerror or error})",
             "name a file in PEM format",
         ) from error

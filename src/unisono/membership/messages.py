@@ -40,9 +40,10 @@ class HeartbeatRequest(Heartbeat):
     """A heartbeat, and what else a worker sends with it.
 
     Args:
-        known_view, known_status: the last update that the worker received; status empty: none.
-        waits: the coordinator responds when there is news, or when the next heartbeat is due; otherwise at once.
-        last_finding: number of the last finding that the worker received.
+        known_view, known_status: number and status of the view in the last update that the worker received; the status
+            is empty if it received none.
+        waits: whether the coordinator responds only when it has news, or the next heartbeat is due; else at once.
+        last_finding: number of the last finding that the worker received; 0: it received none.
         activity: what the worker is doing.
         spent: seconds of the worker's time by phase; sent now and then.
     """
@@ -63,10 +64,12 @@ class HeartbeatReply(WireModel):
     """The response to a heartbeat: a `ViewUpdate`, and findings.
 
     Args:
-        view: the latest; None: the one that the worker knows, changed by `change` if that is given.
-        heartbeat_seconds: when the next heartbeat is due.
+        view: the latest view; None: it is the view that the worker knows, or follows from that view by `change`.
+        change: the difference between the view that the worker knows and the latest view.
+        status: the status of the latest view.
+        heartbeat_seconds: in how many seconds the next heartbeat is due.
         last_finding: number of the latest finding.
-        findings: those that the worker has not received.
+        findings: the findings that the worker has not received.
     """
 
     view: View | None
@@ -77,32 +80,37 @@ class HeartbeatReply(WireModel):
     findings: list[Sentence] = []
 
     def update(self, known: ViewUpdate | None) -> ViewUpdate:
-        """The update, for a worker whose last one is `known`.
+        """The update in this reply, for a worker that has the update `known` (None: it has received none).
 
         Raises:
-            ValueError: `view` is None, and the worker does not know the view before.
+            ValueError: this reply has no view, and `known` is None or does not fit `change`.
         """
         if self.view is not None:
             return ViewUpdate(self.view, self.status)
         if known is None:
-            raise ValueError("a reply without a view, before any with one")
+            raise ValueError("the reply has no view, and this worker has not received any view yet")
         return ViewUpdate(apply_delta(known.view, self.change) if self.change else known.view, self.status)
 
 
 class ExitMessage(WireModel):
-    """The process of a worker has exited, as its launcher reports."""
+    """A launcher's report that the process of a worker has exited."""
 
     worker: Name
 
 
 class RunningMessage(WireModel):
-    """Workers whose processes are running or runnable, as their launcher reports."""
+    """A launcher's report of those workers whose processes are running or runnable."""
 
     workers: Annotated[list[Name], Field(max_length=_MAX_WORKERS)]
 
 
 class RunningReply(WireModel):
-    """Whether a member is `late`, so that its launcher should check its process; and the steps taken so far."""
+    """The response to a `RunningMessage`.
+
+    Args:
+        late: whether a member is late with its heartbeat, so that its launcher should check its process.
+        steps: the steps taken so far.
+    """
 
     late: bool
     steps: StepCount
@@ -166,14 +174,14 @@ class RunSpecMessage(WireModel):
     """The run that a coordinator serves, as launchers on other hosts receive it.
 
     Args:
-        task: its name, with the same meaning in every directory; empty if it has none.
-        arguments: of the task.
-        script: in place of a task, the path of a script with a custom loop, and its arguments.
+        task: the task's name, which has the same meaning in every directory; empty if the task has no name.
+        arguments: the arguments of the task.
+        script: in place of a task, the path of a script with a custom loop, and the script's arguments.
         settings: fields of `Config`.
         run: the run directory, if it is the same on all hosts.
         meets_at: `CoordinatorAddress.rendezvous_url` of the launcher that started the run.
         began: when the run was started, in seconds since 1970.
-        holder: of the lock on the run directory.
+        holder: the process that holds the lock on the run directory.
     """
 
     task: Text
@@ -193,5 +201,5 @@ class TraitsMessage(WireModel):
 
 
 def seconds_by_phase(seconds: Mapping[str, float]) -> dict[Phase, float]:
-    """Seconds by `Phase`, from seconds by its value."""
+    """`seconds`, with each phase's value as key, by `Phase` instead."""
     return {Phase(name): value for name, value in seconds.items()}

@@ -7,9 +7,10 @@
     client   authorization: Unisono <challenge> <client> <count> <SHA-256 of the body> <proof>
     server   unisono-proof: <proof>
 
-A proof is HMAC-SHA-256 under a key that is derived from the token, one for each direction. That of a request covers its
-method, path, and everything before the proof. That of a response covers its status and body, and client and count of
-the request. A challenge belongs to one server process, and a client counts its requests: a replay is refused.
+A proof is HMAC-SHA-256 under a key that is derived from the token; each direction has its own key. The proof of a
+request covers its method, its path, and everything before the proof. The proof of a response covers its status and
+body, and the client and count of the request. A challenge belongs to one server process, and a client counts its
+requests: so a replayed request is refused.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class SignedRequest:
 
 
 class RequestSigner:
-    """The client's side, for one connection at a time."""
+    """The client's side of one connection: signs requests, and verifies the signatures of responses."""
 
     def __init__(self, token: str) -> None:
         self._keys, self._challenge = _keys(token), [""]
         self._client, self._count = secrets.token_hex(8), 0
 
     def sibling(self) -> RequestSigner:
-        """One for another connection to the same server, with an id of its own. Both share the server's challenge."""
+        """A signer for another connection to the same server, with an id of its own, but with the same challenge."""
         other = RequestSigner.__new__(RequestSigner)
         other._keys, other._challenge = self._keys, self._challenge
         other._client, other._count = secrets.token_hex(8), 0
@@ -54,7 +55,7 @@ class RequestSigner:
         return self._challenge[0]
 
     def authorization(self, method: str, path: str, body: bytes) -> str:
-        """The header's value for the next request."""
+        """The value of the ``authorization`` header of the next request."""
         self._count += 1
         claim = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
         return f"{SCHEME} {claim} {_proof(self._keys[0], method, path, claim)}"
@@ -75,10 +76,10 @@ class RequestSigner:
 
 
 class RequestVerifier:
-    """The server's side.
+    """The server's side: verifies the signatures of requests, and signs responses.
 
     Attributes:
-        challenge: random; chosen at the start, and again when more clients have been seen than are remembered.
+        challenge: a random text, drawn at the start, and again when more clients come than can be remembered.
     """
 
     def __init__(self, token: str) -> None:
@@ -107,7 +108,7 @@ class RequestVerifier:
         return SignedRequest(client, int(count), digest)
 
     def proof(self, claim: SignedRequest, status: int, digest: str) -> str:
-        """The signature of the response to `claim` with this status and SHA-256 of the body."""
+        """The signature of the response to the request `claim`; `digest` is the SHA-256 of the response's body."""
         return _proof(self._response, claim.client, str(claim.count), str(status), digest)
 
 

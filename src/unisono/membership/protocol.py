@@ -24,12 +24,12 @@ _STRICT_WITH_KEYS = {**STRICT, "alias_generator": lambda field: _JSON_KEYS.get(f
 
 @dataclass(frozen=True, order=True)
 class StateVersion:
-    """Which state a worker has. Of two, the one of the later view is newer, and in one view the one of more steps.
+    """Identifies the state that a worker has. The version with the later view is newer; in one view, with more steps.
 
     Args:
-        view: in which the state was reached; 0: in none, the run starts from it.
+        view: number of the view in which the state was reached; 0: the run starts from this state.
         step: number of steps in the state.
-        digest: of the state; replicas with equal versions are equal.
+        digest: a digest of the state; replicas with equal versions have equal states.
     """
 
     view: Count = 0
@@ -44,8 +44,8 @@ class WorkerAddress:
     """Where a worker runs.
 
     Args:
-        host: a name that is equal only for workers that share memory and loopback.
-        rendezvous_url: where others can connect to the worker, see `unisono.comm.rendezvous.address`.
+        host: a name that is equal only for workers that share memory and the loopback device.
+        rendezvous_url: where other workers can meet this worker, see `unisono.comm.rendezvous.address`.
     """
 
     host: Annotated[str, Bounds(max_length=256, pattern=PRINTABLE)] = ""
@@ -59,12 +59,12 @@ class View:
     """A numbered set of workers that train together.
 
     Args:
-        number: 1, 2, ...; unique; 0 is before the first.
+        number: 1, 2, ...; unique; 0 stands for the time before the first view.
         members: names of workers, in the order of their ranks.
-        start: version of every member's state before its first step.
-        sources: members that have this state already and send it to the others. Without any, all members restore
+        start: the version of every member's state before the view's first step.
+        sources: members that have this state already and send it to the others. If there is none, all members restore
             memory checkpoints or a checkpoint, and `start` has no meaning.
-        addresses: of the members, in their order; the rendezvous is at the first.
+        addresses: the members' addresses, in the same order; the rendezvous takes place at the first one.
     """
 
     number: Count = 0
@@ -77,12 +77,12 @@ class View:
 
 
 class ViewStatus(Enum):
-    """Whether a view continues. It passes through some of these, in this order."""
+    """Whether a view continues. A view passes through some of these statuses, in this order."""
 
     ACTIVE = "no"
     ENDING_AT_BOUNDARY = "at a boundary"  # after a step that all of its members take
     ABORTED = "now"
-    BELOW_MINIMUM = "with too few to go on"  # aborted; too few workers remain, and those that asked to leave may
+    BELOW_MINIMUM = "with too few to go on"  # aborted; too few workers remain, and those that asked to leave may do so
     FINISHED = "for ever"  # the training is complete
 
     @property
@@ -96,15 +96,16 @@ class Heartbeat:
     """A worker's message to the coordinator, at intervals and whenever something changes.
 
     Args:
-        worker: its name, which no other process ever has.
-        count: of this worker's heartbeats; a later one replaces those before it.
-        active_view: number of the view in whose group it trains; 0: none.
-        ended_view: the worker will not train again in the view of this number, nor in one before it.
-        version: of its state.
+        worker: the worker's name, which no other process ever has.
+        count: the number of this heartbeat among the worker's heartbeats; it replaces those with lower numbers.
+        active_view: number of the view in whose group the worker trains; 0: none.
+        ended_view: the worker will not train again in the view of this number, nor in earlier ones.
+        version: the version of the worker's state.
         unreachable: workers that it could not reach when it last tried to connect a group.
-        leaving: it asks to leave after a step that all members take.
-        finished: the training is complete, and its result is stored.
-        failed_view: number of the latest view that it ended because it lost others, and not at a boundary.
+        leaving: whether the worker asks to leave after a step that all members take.
+        finished: whether the training is complete, and its result is stored.
+        address: where the worker runs.
+        failed_view: number of the latest view that the worker ended because it lost others, and not at a boundary.
     """
 
     worker: Name
@@ -123,7 +124,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class ViewUpdate:
-    """The coordinator's message to a worker: the latest view, and whether it continues."""
+    """The coordinator's message to a worker: the latest view, and whether this view continues."""
 
     view: View
     status: ViewStatus
@@ -134,8 +135,8 @@ class StepCount:
     """Steps of a run, each taken by all members of a view.
 
     Args:
-        taken: since the coordinator's process started; a step that is repeated counts again.
-        furthest: steps in the state of the latest view.
+        taken: steps taken since the coordinator's process started; a step that is repeated counts again.
+        furthest: steps in the state that the latest view has reached.
     """
 
     taken: Count = 0
@@ -149,11 +150,11 @@ class Policy:
     """The user's rules for views.
 
     Args:
-        min_workers: with fewer, no view is formed.
-        max_workers: further workers wait as spares.
-        expected_workers: the first view waits for this number.
+        min_workers: no view is formed with fewer workers.
+        max_workers: workers beyond this number wait as spares.
+        expected_workers: the first view waits for this number of workers.
         replica_size: workers of one replica; a view has complete replicas only.
-        micro_batches: of a step; the number of replicas divides it. 0: any number of replicas.
+        micro_batches: micro-batches of a step, which the number of replicas must divide; 0: any number of replicas.
         join_timeout_seconds: how long the first view waits for `expected_workers`, and how long any view waits for
             workers without which committed steps may be lost.
         heartbeat_seconds: interval of a worker's heartbeats. Each costs processor time of the worker and of the
@@ -161,8 +162,8 @@ class Policy:
         heartbeats_per_second: upper bound over all workers; with many workers, intervals and timeouts become longer.
         min_heartbeat_timeout_seconds: shortest time without a heartbeat after which a worker may be taken for lost. On
             a busy host a process may get no processor for tenths of a second.
-        quarantine_seconds: for how long two workers that could not reach each other are kept out of one view, the first
-            time; then twice as long each time.
+        quarantine_seconds: how long two workers that could not reach each other are kept out of one view, the first
+            time; each further time, twice as long as before.
     """
 
     min_workers: int = 1
@@ -180,12 +181,12 @@ class Policy:
         if not 1 <= self.min_workers <= self.expected_workers <= self.max_workers:
             raise ValueError(
                 f"min_workers={self.min_workers}, expected_workers={self.expected_workers}, "
-                f"max_workers={self.max_workers}: not in this order, from 1"
+                f"max_workers={self.max_workers}: must be at least 1, and each at least the previous one"
             )
         if self.replica_size < 1 or self.max_workers < self.replica_size:
-            raise ValueError(f"replica_size={self.replica_size}: not from 1 to max_workers={self.max_workers}")
+            raise ValueError(f"replica_size={self.replica_size}: must be from 1 to max_workers={self.max_workers}")
         if self.micro_batches < 0:
-            raise ValueError(f"micro_batches={self.micro_batches}: below 0")
+            raise ValueError(f"micro_batches={self.micro_batches}: must not be below 0")
 
 
 @dataclass(frozen=True)
@@ -194,11 +195,11 @@ class CoordinatorAddress:
 
     Args:
         url: ``http://host:port`` or ``https://``.
-        token: which every request proves.
+        token: the run's token; every request proves that its sender knows it.
         rendezvous_url: where workers of this host connect to each other, ``file:///private/directory``; empty: each
-            opens a listening socket, which other hosts can reach.
+            worker opens a listening socket, which other hosts can reach.
         authority: identifies an ``https://`` coordinator whose certificate the system does not trust: a file with a
-            certificate, or the fingerprint of the coordinator's own, ``sha256:`` and 64 hexadecimal digits.
+            certificate, or the fingerprint of the coordinator's certificate, ``sha256:`` and 64 hexadecimal digits.
     """
 
     url: str
@@ -208,7 +209,7 @@ class CoordinatorAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether only the coordinator's own host reaches it."""
+        """Whether only the coordinator's own host can reach the coordinator."""
         return urlsplit(self.url).hostname in LOOPBACK
 
     @property

@@ -11,14 +11,18 @@ _LONGEST_SECONDS = 600.0
 
 @dataclass
 class Readmission:
-    """Quarantines of one worker after evictions.
+    """The quarantines of one worker after evictions.
 
-    The first eviction has no quarantine; each further one in a row has a quarantine twice as long. An eviction costs
-    every member about a second. A worker that has trained for four seconds per member has compensated for that, which
-    ends the row. For the same reason no quarantine is longer than this.
+    After the first eviction there is no quarantine, after the second one of a second. The quarantine doubles with each
+    further eviction in a row. An eviction costs every member about a second, so a worker that has trained for four
+    seconds per member has compensated for it: that ends the row. For the same reason no quarantine is longer than four
+    seconds per member. Both times are at most 600 s.
 
     Args:
         joined_at: when the worker joined the view.
+
+    Attributes:
+        quarantine_seconds: the quarantine after the latest eviction.
     """
 
     joined_at: float
@@ -27,11 +31,11 @@ class Readmission:
     _until: float = field(default=float("-inf"), init=False)
 
     def join(self, now: float) -> None:
-        """The worker joins a view."""
+        """Note that the worker joins a view."""
         self.joined_at = now
 
     def evict(self, members: int, now: float) -> None:
-        """The worker is evicted from a view of `members`."""
+        """Note that the worker is evicted from a view of `members` workers."""
         longest = min(_PER_MEMBER_SECONDS * members, _LONGEST_SECONDS)
         if now - self.joined_at >= longest:
             self._next_seconds = 0.0
@@ -40,7 +44,7 @@ class Readmission:
         self.joined_at = now
 
     def start_quarantine(self, now: float) -> None:
-        """A heartbeat of the evicted worker has arrived."""
+        """Start the quarantine of the evicted worker, as its first heartbeat since the eviction has arrived."""
         self._until = now + self.quarantine_seconds
 
     def is_quarantined(self, now: float) -> bool:

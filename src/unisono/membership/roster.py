@@ -9,9 +9,9 @@ from unisono.membership.protocol import Heartbeat, Policy, StateVersion
 from unisono.membership.readmission import Readmission
 from unisono.observe.adaptive_timeout import AdaptiveTimeout
 
-_LATE = 0.4  # of the timeout; more than an interval, and early enough for the launcher to respond
-_RUNNING_INTERVALS = 2  # of heartbeats, for which a report that the process is running counts
-_TIMEOUT_INTERVALS = 3  # of heartbeats, at least, until a worker is taken for unresponsive
+_LATE = 0.4  # part of the timeout: more than an interval of heartbeats, and early enough for the launcher to respond
+_RUNNING_INTERVALS = 2  # for how many intervals of heartbeats a report counts that the process is running
+_TIMEOUT_INTERVALS = 3  # after how many intervals of heartbeats, at least, a worker is taken for unresponsive
 
 
 @dataclass
@@ -19,11 +19,11 @@ class WorkerRecord:
     """What the coordinator knows of a worker.
 
     Args:
-        heartbeat: the last one.
+        heartbeat: the worker's last heartbeat.
         timeout: when the next heartbeat is due.
         readmission: when the worker may join again after an eviction.
-        disconnected: the connection on which it waited has closed, and no heartbeat has arrived since.
-        evicted: because it was unresponsive, and no heartbeat has arrived since.
+        disconnected: whether the connection on which it waited has closed, and no heartbeat has arrived since.
+        evicted: whether it was evicted as unresponsive, and no heartbeat has arrived since.
         last_running: when its process was last seen running or runnable.
     """
 
@@ -37,7 +37,7 @@ class WorkerRecord:
 
 @dataclass
 class Roster:
-    """All workers. Methods take constant time, except where stated.
+    """All workers that the coordinator knows. Methods take constant time, except where stated otherwise.
 
     Attributes:
         exited: workers whose processes have exited.
@@ -61,7 +61,7 @@ class Roster:
         return max(self.policy.min_heartbeat_timeout_seconds, _TIMEOUT_INTERVALS * self.heartbeat_seconds)
 
     def expect(self, worker: str, now: float) -> WorkerRecord:
-        """The record of the worker, created if there is none: its first heartbeat is expected."""
+        """The worker's record. If there is none, it is created, and the worker's first heartbeat is expected."""
         record = self.records.get(worker)
         if record is None:
             timeout = AdaptiveTimeout(self.heartbeat_seconds, self._min_timeout_seconds, last=now)
@@ -69,7 +69,7 @@ class Roster:
         return record
 
     def receive(self, heartbeat: Heartbeat, view: int, now: float) -> Heartbeat | None:
-        """Record a heartbeat, and return the worker's last one before; None if this one is older.
+        """Record `heartbeat`; returns the worker's previous heartbeat, or None if `heartbeat` is not newer than that.
 
         Args:
             view: number of the latest view.
@@ -91,15 +91,15 @@ class Roster:
         return before
 
     def start_view(self, view: int) -> None:
-        """The view of this number is the latest. Linear in the number of workers."""
+        """Note that `view` is the number of the latest view. Takes time linear in the number of workers."""
         self.free = {worker for worker in self.free if self.records[worker].heartbeat.ended_view >= view}
 
     def join(self, worker: str, now: float) -> None:
-        """The worker joins a view."""
+        """Note that the worker joins a view."""
         self.records[worker].readmission.join(now)
 
     def evict(self, worker: str, members: int, now: float) -> float:
-        """Evict an unresponsive worker from a view of `members`; returns the seconds of its quarantine."""
+        """Evict an unresponsive worker from a view of `members` workers; returns the seconds of its quarantine."""
         record = self.records[worker]
         if not record.evicted:
             record.evicted = True
@@ -111,7 +111,7 @@ class Roster:
         return self.records[worker].readmission.is_quarantined(now)
 
     def is_unresponsive(self, worker: str, now: float) -> bool:
-        """Whether the worker has exited or disconnected, or its next heartbeat is overdue."""
+        """Whether the worker has exited or disconnected, or is overdue with a heartbeat and not reported as running."""
         if worker in self.exited:
             return True
         record = self.records[worker]
@@ -119,14 +119,16 @@ class Roster:
         return record.disconnected or (record.timeout.overdue(now) and not ran)
 
     def is_late(self, worker: str, now: float) -> bool:
-        """Whether the worker's heartbeat is late, even if not overdue, and its process has not exited."""
+        """Whether the worker's heartbeat is late, though perhaps not overdue, and its process has not exited."""
         record = self.records[worker]
         last = max(record.timeout.last or now, record.last_running)
         return worker not in self.exited and now - last > _LATE * record.timeout.deadline_seconds
 
     def ready_workers(self, now: float) -> dict[str, StateVersion]:
-        """State versions of responsive free workers, in the order of their first heartbeats. Linear in the number of
-        workers."""
+        """State versions of responsive free workers, in the order of their first heartbeats.
+
+        Takes time linear in the number of workers.
+        """
         return {
             worker: record.heartbeat.version
             for worker, record in self.records.items()
@@ -134,8 +136,10 @@ class Roster:
         }
 
     def forget(self, kept: frozenset[str], now: float) -> list[str]:
-        """Forget workers that have exited or sent no heartbeat for long, except `kept`, and return them. Linear in the
-        number of workers."""
+        """Forget workers that have exited or sent no heartbeat for long, except `kept`; returns those forgotten.
+
+        Takes time linear in the number of workers.
+        """
         longest = self.policy.join_timeout_seconds + self._min_timeout_seconds
         past = [
             worker for worker, record in self.records.items()
@@ -145,7 +149,7 @@ class Roster:
         return past
 
     def drop(self, workers: Iterable[str]) -> None:
-        """Forget these workers."""
+        """Forget `workers`."""
         for worker in workers:
             del self.records[worker]
             self.leaving.discard(worker)

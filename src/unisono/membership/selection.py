@@ -12,7 +12,8 @@ from unisono.membership.protocol import StateVersion, View
 def newest_version(versions: Mapping[str, StateVersion]) -> tuple[StateVersion, tuple[str, ...]]:
     """The newest state version, and the workers that have it.
 
-    Damaged memory can cause several digests at the same step: the one that most workers have wins, on a tie the first.
+    Damaged memory can cause several digests at the same step. The digest that most workers have is then taken, and the
+    first one on a tie.
     """
     furthest = max((each.view, each.step) for each in versions.values())
     candidates = [each for each in versions.values() if (each.view, each.step) == furthest]
@@ -23,8 +24,8 @@ def newest_version(versions: Mapping[str, StateVersion]) -> tuple[StateVersion, 
 def unproven_views(lineage: Sequence[View], start: StateVersion, ended: Mapping[str, StateVersion]) -> list[View]:
     """Views of which committed steps may be missing in the state `start`.
 
-    A step is committed once all members of a view have it in their state. If a member of a view has ended it with an
-    older state, no step of this view is committed, and none ever will be.
+    A step is committed once all members of a view have it in their state. If a member of view *n* has ended it with a
+    state of an earlier view, no step of view *n* is committed, and none ever will be.
 
     Args:
         lineage: the views whose states follow from each other.
@@ -38,12 +39,12 @@ def unproven_views(lineage: Sequence[View], start: StateVersion, ended: Mapping[
 def mutually_reachable(workers: Sequence[str], unreachable: Iterable[tuple[str, Collection[str]]]) -> list[str]:
     """A subset of `workers`, in order, in which every pair can reach each other.
 
-    Greedy: the worker with the most unreachable peers is removed (on a tie, the last one), until every pair can. The
-    result need not be the largest such subset. Sets of workers are the bits of an integer, so that thousands of workers
-    that cannot reach the same thousands take milliseconds.
+    Greedy: the worker with the most unreachable peers is removed (on a tie, the last one), until every pair can reach
+    each other. The result need not be the largest such subset. Sets of workers are the bits of an integer, so that
+    thousands of workers that cannot reach thousands of others take milliseconds.
 
     Args:
-        unreachable: workers, and the peers that each could not reach.
+        unreachable: pairs of a worker and the peers that it could not reach.
     """
     rank = {worker: i for i, worker in enumerate(workers)}
     peers = _unreachable_ranks(rank, unreachable)
@@ -65,7 +66,7 @@ def mutually_reachable(workers: Sequence[str], unreachable: Iterable[tuple[str, 
 
 
 def _unreachable_ranks(rank: Mapping[str, int], unreachable: Iterable[tuple[str, Collection[str]]]) -> dict[int, int]:
-    """By rank, the ranks that could not reach it, or that it could not reach, as bits."""
+    """For each rank, the ranks that could not reach it, or that it could not reach, as the bits of an integer."""
     reporters_of: dict[frozenset[str], int] = defaultdict(int)
     for worker, peers in unreachable:
         if worker in rank:
@@ -90,9 +91,10 @@ def assign_ranks(
 ) -> list[str]:
     """`candidates` in the order of their ranks in the next view.
 
-    They form complete replicas of `replica_size` workers, at most `maximum` workers, and a number of replicas that
-    divides `micro_batches`, if that is not 0. Complete replicas of the view `before` keep their order. New replicas
-    consist of the survivors of the others, and then of the workers that have joined since.
+    Only so many candidates get a rank that they form complete replicas of `replica_size` workers, are at most `maximum`
+    workers, and have a number of replicas that divides `micro_batches`, if that is not 0. Complete replicas of the view
+    `before` keep their order. New replicas consist first of survivors of incomplete replicas, then of workers that have
+    joined since.
     """
     available, members = set(candidates), set(before)
     replicas = [before[i : i + replica_size] for i in range(0, len(before) - replica_size + 1, replica_size)]

@@ -1,4 +1,4 @@
-"""The steps that members of a view report, and when the next one is due."""
+"""The steps that members of a view report, and when the next step is due."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unisono.observe.adaptive_timeout import AdaptiveTimeout
 
 
 class StepProgress:
-    """Progress of the latest view. All members take a step together, so one member's report counts for all.
+    """The progress of the latest view. All members take a step together, so one member's report counts for all.
 
     Args:
-        now: seconds.
+        now: the time, in seconds.
 
     Attributes:
         timeout: when the next step is due.
@@ -32,20 +32,20 @@ class StepProgress:
         return StepCount(self._taken, self._furthest[1])
 
     def start_view(self, view: View, now: float) -> None:
-        """`view` starts. Where it starts from a checkpoint, its first report says from which step."""
+        """Note that `view` starts. If it starts from a checkpoint, its first report says from which step."""
         self._furthest, self._start_known = (view.number, view.start.step), view.start.view > 0
         self._started = False
         self.timeout.restart(now)
 
     def disturb(self) -> None:
-        """The current step takes longer because a member is frozen; the timeout does not learn from it."""
+        """Note that the current step takes longer because a member is frozen; the timeout does not adapt to it."""
         self._disturbed = True
 
     def report(self, version: StateVersion, now: float, is_disturbed: Callable[[], bool]) -> None:
-        """A member has the state `version`.
+        """Process a member's report that it has the state `version`.
 
         Args:
-            is_disturbed: whether a member's heartbeat is overdue; called once the step is overdue.
+            is_disturbed: returns whether a member's heartbeat is overdue; called only if the step is overdue.
         """
         reached = version.view, version.step
         if not self._start_known:

@@ -10,7 +10,7 @@ _REMEMBERED = 4  # reports of each worker
 
 @dataclass
 class _Report:
-    """One worker could not reach these."""
+    """One worker's report that it could not reach the workers `unreachable`; it counts for `seconds`, until `until`."""
 
     unreachable: frozenset[str]
     until: float
@@ -21,10 +21,10 @@ class _Report:
 class UnreachablePairs:
     """Reports of workers about peers that they could not reach.
 
-    When a network splits, thousands of workers report the same thousands: equal sets are stored once.
+    When a network splits, thousands of workers report the same thousands of others: equal sets are stored once.
 
     Args:
-        first_seconds: how long the first report of a pair counts; each further one counts twice as long.
+        first_seconds: how long the first report of a pair counts; each further report counts twice as long as before.
     """
 
     first_seconds: float
@@ -32,7 +32,7 @@ class UnreachablePairs:
     _sets: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def report(self, worker: str, unreachable: Iterable[str], now: float) -> None:
-        """`worker` could not reach the workers `unreachable`."""
+        """Process the report of `worker` that it could not reach the workers `unreachable`."""
         peers = frozenset(unreachable) - {worker}
         peers = self._sets.setdefault(peers, peers)
         known = self._reports.setdefault(worker, [])
@@ -44,7 +44,7 @@ class UnreachablePairs:
         self._reports[worker] = [*kept, _Report(peers, now + seconds, seconds)][-_REMEMBERED:]
 
     def active_reports(self, now: float) -> list[tuple[str, frozenset[str]]]:
-        """Each worker with the peers that it could not reach, in reports that still count."""
+        """Pairs of a worker and the peers that it could not reach, of all reports that still count."""
         return [
             (worker, report.unreachable)
             for worker, reports in self._reports.items()

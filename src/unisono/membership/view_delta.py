@@ -18,9 +18,10 @@ class ViewDelta:
     """The difference between a view and a later one.
 
     Args:
-        members: of the later view, in order: ranges of ranks in the earlier view, and names of workers not in it.
-        addresses: of workers not in the earlier view.
-        sources: ranges of ranks in the later view.
+        number, start: as in the later view.
+        members: members of the later view, in order: ranges of ranks in the earlier view, and names of new workers.
+        addresses: addresses of the new workers, in order.
+        sources: sources of the later view, as ranges of ranks in it.
     """
 
     number: Count
@@ -51,7 +52,7 @@ def view_delta(before: View, after: View) -> ViewDelta | None:
 
 
 def apply_delta(before: View, delta: ViewDelta) -> View:
-    """The later view.
+    """The later view, from the earlier view `before` and the difference `delta`.
 
     Raises:
         ValueError: `delta` does not fit the view `before`, or the later view has more than `MAX_MEMBERS` members.

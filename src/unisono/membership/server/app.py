@@ -27,7 +27,7 @@ HEARTBEAT_PATH = "/v1/beat"
 
 
 def application(service: Service, token: str) -> TokenAuth:
-    """The ASGI application; every request proves `token`."""
+    """The coordinator's ASGI application; every request must prove that its sender knows `token`."""
 
     @asynccontextmanager
     async def ticking(_: FastAPI) -> AsyncIterator[None]:
@@ -40,14 +40,14 @@ def application(service: Service, token: str) -> TokenAuth:
 
     @app.post("/v1/gone", status_code=204)
     async def exited(message: ExitMessage) -> None:
-        """Report that a worker's process has exited, as its launcher."""
+        """For a launcher: report that a worker's process has exited."""
         service.decide(service.coordinator.worker_exited(message.worker, service.now()))
         service.report_stalls()
 
     @app.post("/v1/running")
     async def running(message: RunningMessage, request: Request) -> RunningReply:
-        """Report workers whose processes are running or runnable, as their launcher; the response comes when the
-        launcher should check again, or after a while."""
+        """For a launcher: report workers whose processes are running or runnable. The response comes when the launcher
+        should check again, or after a while."""
         for worker in message.workers:
             service.coordinator.worker_running(worker, service.now())
         late = await service.wait_for_late_member(request.receive)
@@ -64,7 +64,8 @@ def application(service: Service, token: str) -> TokenAuth:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """What is wrong with a message; without the message, which may contain anything."""
+    """The response to a message that does not fit its definition: what is wrong, without the message itself, which may
+    contain anything."""
     assert isinstance(error, RequestValidationError)
     problems = [{name: each[name] for name in ("type", "loc", "msg")} for each in error.errors()]
     return Response(json.dumps({"detail": problems}), 422, media_type="application/json")

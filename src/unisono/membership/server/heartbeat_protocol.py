@@ -1,7 +1,7 @@
 """Heartbeats are processed where their bytes arrive, before ASGI.
 
-A task, a queue and a scope for each would cost three times as much as the heartbeat itself. When thousands of workers
-change to another view, all others would wait for that.
+A task, a queue and a scope of ASGI would cost three times as much as the heartbeat itself. When thousands of workers
+change to another view at once, each would wait for the cost of all others.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ _CHALLENGE = b"GET", CHALLENGE_PATH.encode()
 
 
 class FastHeartbeatProtocol(TimeoutProtocol):
-    """Processes heartbeats and requests for a challenge; leaves all others, and unusual forms of these, to uvicorn.
+    """Processes heartbeats and requests for a challenge itself, and leaves all other requests to uvicorn.
+
+    Heartbeats and requests for a challenge that have an unusual form are left to uvicorn, too.
 
     Args:
         auth: authenticates requests.
-        route: takes heartbeats.
+        route: processes heartbeats.
     """
 
     def __init__(self, *, auth: TokenAuth, route: HeartbeatRoute, **others: Any) -> None:
         super().__init__(**others)
         self._auth, self._route = auth, route
-        self._body: bytearray | None = None  # of a heartbeat that is arriving
+        self._body: bytearray | None = None  # what has arrived of the body of a heartbeat
         self._pending: PendingReply | None = None
-        self._claim: SignedRequest | None = None  # of the current heartbeat
+        self._claim: SignedRequest | None = None  # the verified head of the current heartbeat
         self._wants_challenge = False
 
     def on_message_begin(self) -> None:
-        """Abort the connection if the request before is not answered: no worker does this."""
+        """Abort the connection if its previous request is not answered yet: no worker sends a request that early."""
         if self._pending is not None:
             self.transport.abort()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Decide whether the request is a heartbeat."""
+        """Decide whether this class processes the request, or uvicorn does."""
         self._head_bytes = None
         idle = (self.cycle is None or self.cycle.response_complete) and self._pending is None
         self._wants_challenge = idle and self._asks_for_challenge()
@@ -83,7 +85,7 @@ class FastHeartbeatProtocol(TimeoutProtocol):
         return keep_alive and not self.expect_100_continue
 
     def _asks_for_challenge(self) -> bool:
-        """Without a body, whose sender would be unknown."""
+        """Whether the request asks for a challenge, and has no body: its sender is not authenticated."""
         if (self.parser.get_method(), self.url) != _CHALLENGE or not self._is_plain():
             return False
         headers = dict(self.headers)

@@ -38,10 +38,11 @@ class CoordinatorServer:
 
     Args:
         endpoint: where it listens.
-        state: the file of its decisions; those in it are taken over.
-        token: which every request proves.
+        policy: the user's rules for views.
+        state: the path of the file for its decisions; decisions that are in the file already are taken over.
+        token: the run's token; every request must prove that its sender knows it.
         log: called with each decision as text.
-        listener: a socket that listens at `endpoint` already; None: one is opened.
+        listener: a socket that listens at `endpoint` already; None: a socket is opened.
 
     Raises:
         InvalidInput: the address is not available.
@@ -98,20 +99,20 @@ class CoordinatorServer:
             self._store.close()
 
     def stop(self) -> None:
-        """Stop `run`; from any thread."""
+        """Stop `run`. Any thread may call this."""
         self._server.end()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, woken to end instead of polling for it ten times a second.
+    """uvicorn's server, but woken to end, where uvicorn's own polls ten times a second whether it should.
 
-    A training step waits for every process that takes the processor from one of its workers.
+    Every process that takes the processor from a worker delays the training step.
     """
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
         super().__init__(config)
         self._release = release
-        self.ignored: set[int] = set()  # signals
+        self.ignored: set[int] = set()  # numbers of signals
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
@@ -124,23 +125,24 @@ class _Server(uvicorn.Server):
         self._release()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End because of a signal."""
+        """End because of signal `sig`, unless that is ignored."""
         if sig not in self.ignored:
             super().handle_exit(sig, frame)
             self.end()
 
     def end(self) -> None:
-        """End the main loop; from any thread."""
+        """End the main loop. Any thread may call this."""
         self.should_exit = True
         if self._loop:
-            with suppress(RuntimeError):  # it has ended
+            with suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._end_requested.set)
 
 
 def _return_memory() -> None:
     """Let glibc return the buffers of TLS connections, of 256 KiB each, to the system when they are freed.
 
-    By default, once one is freed, glibc takes further ones from its heap, which grows with each flood of connections.
+    By default, once such a buffer is freed, glibc takes further ones from its heap, which grows with each flood of
+    connections.
     """
-    with suppress(AttributeError, OSError):  # another C library
+    with suppress(AttributeError, OSError):  # the C library is not glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -12,15 +12,18 @@ from typing import Any
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-REQUEST_SECONDS = 10.0  # from the connection, or a request's first byte, to its last; and for the handshake of TLS
-MAX_HEAD_BYTES = 512 << 10  # of what is read at once; one read may hold a body too
+REQUEST_SECONDS = 10.0
+"""The longest time from the connection, or from a request's first byte, to the request's last byte; also the longest
+time of a TLS handshake."""
+MAX_HEAD_BYTES = 512 << 10
+"""The most bytes that are read until a request's head is complete; the last read may include the request's body."""
 
 
 class TimeoutProtocol(HttpToolsProtocol):
     """uvicorn's protocol with a timeout for requests, and a bound on the length of their heads."""
 
     _timer: asyncio.TimerHandle
-    _head_bytes: int | None = 0  # read since the request began; None: its head is complete
+    _head_bytes: int | None = 0  # how many were read since the request began; None: the request's head is complete
 
     def connection_made(self, transport: Any) -> None:
         """Start the timeout of the first request."""
@@ -44,7 +47,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def on_headers_complete(self) -> None:
-        """End the count; `TokenAuth` checks the body's length and the token before the body is stored."""
+        """Stop counting bytes. `TokenAuth` checks the body's length and the token before the body is stored."""
         self._head_bytes = None
         super().on_headers_complete()
 
@@ -62,11 +65,11 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
-        self.logger.warning("Unsupported upgrade request.")  # without advice on what to install
+        self.logger.warning("Unsupported upgrade request.")  # without uvicorn's advice on what to install
 
 
 class TimeoutLoop(uvloop.Loop):
-    """uvloop's event loop with a shorter timeout for handshakes of TLS, which by default is a minute."""
+    """uvloop's event loop with a timeout for TLS handshakes that is shorter than uvloop's own, a minute."""
 
     async def create_server(  # type: ignore[override]  # of all arguments, only this one matters
         self, *args: Any, ssl: Any = None, **others: Any
@@ -78,7 +81,7 @@ class TimeoutLoop(uvloop.Loop):
 
 
 class WarningThinner(logging.Filter):
-    """Passes the 1st, 2nd, 4th, 8th … warning of a kind, with its number; and all errors."""
+    """Passes the 1st, 2nd, 4th, 8th … warning of each kind, with its number, and everything that is not a warning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +103,10 @@ WARNING_THINNER = WarningThinner()
 
 
 def allow_connections() -> None:
-    """Raise the number of open files to this process's limit: each worker has two connections, and the default is often
-    1024."""
+    """Raise this process's soft limit on open files to its hard limit.
+
+    Each worker has two connections, and the soft limit is often 1024.
+    """
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # "no limit" can be more than the system has: then the number stays
+    with suppress(ValueError, OSError):  # a hard limit of "unlimited" can be more than the system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -1,4 +1,4 @@
-"""Responses to heartbeats as bytes, encoded once for all workers that receive the same."""
+"""Responses to heartbeats as bytes, encoded once for all workers that receive the same response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Header = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class Reply:
-    """A response: HTTP's status, its headers, and its body as it is sent."""
+    """A response: its HTTP status, its headers, and its body as it is sent."""
 
     status: int
     headers: tuple[Header, ...]
@@ -31,18 +31,18 @@ class Reply:
         return hashlib.sha256(self.body).hexdigest()
 
     def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The messages of ASGI."""
+        """The response as ASGI's two messages."""
         start = {"type": "http.response.start", "status": self.status, "headers": list(self.headers)}
         return start, {"type": "http.response.body", "body": self.body}
 
     def to_http(self, more: Sequence[Header] = ()) -> bytes:
-        """The bytes of HTTP/1.1, with `more` headers."""
+        """The response as bytes of HTTP/1.1, with the headers `more` added."""
         lines = [b"%b: %b\r\n" % header for header in (*self.headers, *more)]
         return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", self.body])
 
 
 class ResponseCache:
-    """Responses with the latest update; compression reduces the names of thousands of workers to a tenth."""
+    """Responses with the latest update. Compression reduces the names of thousands of workers to a tenth."""
 
     def __init__(self) -> None:
         self._replies: dict[tuple[object, ...], Reply] = {}

@@ -9,7 +9,7 @@ from unisono.membership.server.store import Store
 
 
 def add_run_spec_routes(app: FastAPI, store: Store) -> None:
-    """Add the routes; `store` takes one run and one set of traits."""
+    """Add the routes to `app`; `store` takes one run and one set of traits."""
 
     @app.get("/v1/order", responses={404: {"description": "there is none"}}, response_model=RunSpecMessage)
     async def run_spec() -> Response:
@@ -19,10 +19,10 @@ def add_run_spec_routes(app: FastAPI, store: Store) -> None:
 
     @app.put("/v1/order", status_code=204, responses={409: {"description": "there is another one"}})
     async def put_run_spec(message: RunSpecMessage) -> Response:
-        """Set the run; once, since a coordinator serves one run."""
+        """Set the run that this coordinator serves; only once, since a coordinator serves one run."""
         try:
             text = message.json_text()
-        except ValueError:  # nested deeper than can be encoded
+        except ValueError:  # the message is nested deeper than can be encoded
             return Response(status_code=422)
         return Response(status_code=204 if store.put_run_spec(text) else 409)
 
@@ -34,5 +34,5 @@ def add_run_spec_routes(app: FastAPI, store: Store) -> None:
 
     @app.put("/v1/traits", response_model=TraitsMessage)
     async def put_traits(message: TraitsMessage) -> Response:
-        """Offer traits, from a worker of the run's own launcher; the response has those of the first worker."""
+        """For a worker of the run's own launcher: send its traits; the response has those of the first such worker."""
         return Response(store.put_traits(message.json_text()), media_type="application/json")

@@ -1,6 +1,6 @@
 """The coordinator over HTTP: gives the protocol a clock, a disk and a network.
 
-The service responds to a worker's heartbeat when there is news, or when the next heartbeat is due. So news reach the
+The service responds to a worker's heartbeat when there is news, or when the next heartbeat is due. So news reaches the
 worker at once, and the loss of a worker closes a connection.
 """
 
@@ -30,7 +30,7 @@ _LATE_MEMBER_SECONDS = 2.0  # the same, at most
 
 @dataclass(eq=False)
 class PendingReply:
-    """A worker's request that waits for a response, which is sent once, unless the worker disconnects before."""
+    """A worker's request that waits for its response, which `send` sends unless the worker disconnects before."""
 
     worker: str
     send: Callable[[], None]
@@ -46,8 +46,8 @@ class Service:
         log: called with each decision as text.
 
     Attributes:
-        update: the latest that is on disk.
-        stalled_seconds: for which this process was stopped, or waited for a processor.
+        update: what workers receive at present.
+        stalled_seconds: how long this process was stopped, or waited for a processor, so far.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Service:
         """Write decisions to disk, and send them to workers.
 
         No worker receives a view, or the end of the training, that is not on disk; what cannot be written now is
-        written with the next tick. The end of a view is sent at once: its cause is reported again and again, so the
-        coordinator would decide it anew.
+        written with the next tick. The end of a view is sent at once: its cause is reported again and again, so a
+        coordinator that restarts would decide the same again.
         """
         if any(isinstance(each, ViewFormed) for each in decisions):
             self.reports.view_formed(self.update.view, self.coordinator, self.now())
@@ -122,7 +122,7 @@ class Service:
         self._wake()
 
     def _wake(self) -> None:
-        for pending in self._pending:  # later, because the caller has not finished its decisions
+        for pending in self._pending:  # not at once, because the caller has not finished its decisions
             asyncio.get_running_loop().call_soon(self._complete, pending)
 
     async def tick(self) -> None:
@@ -161,7 +161,7 @@ class Service:
         return pending
 
     def disconnected(self, pending: PendingReply) -> None:
-        """The worker has closed the connection on which it waited."""
+        """Process that the worker has closed the connection on which it waited for `pending`."""
         if self._remove(pending) and pending.worker not in self._pending_of:
             self.decide(self.coordinator.disconnected(pending.worker, self.now()))
 
@@ -181,7 +181,7 @@ class Service:
         return True
 
     async def wait_for_late_member(self, receive: Receive) -> bool:
-        """Wait until a member is late, for a while, or until the client disconnects; returns whether one is late."""
+        """Wait until a member is late, the client disconnects, or a while has passed; returns whether one is late."""
         late, closed = (asyncio.ensure_future(each) for each in (self._late_member.wait(), receive()))
         seconds = min(_LATE_MEMBER_SECONDS, _LATE_MEMBER_INTERVALS * self.coordinator.heartbeat_seconds)
         await asyncio.wait((late, closed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -193,9 +193,9 @@ class Service:
     def _due(self, now: float) -> float:
         """When a worker's next heartbeat is due.
 
-        With few workers, all replies are sent together with a tick: workers that wait for each other in each step are
-        interrupted at the same time, and this process wakes up once. With many, news makes all intervals start at the
-        same time; then heartbeats are spread over up to two intervals.
+        With few workers, all replies are sent together, at the time of a tick: workers that wait for each other in each
+        step are interrupted at the same time, and this process wakes up once. With many workers, news would make all
+        intervals start at the same time, so heartbeats are spread over up to two intervals.
         """
         seconds, policy = self.coordinator.heartbeat_seconds, self.coordinator.policy
         if seconds <= policy.heartbeat_seconds:
@@ -205,7 +205,7 @@ class Service:
         return self._last_due
 
     def reply(self, request: HeartbeatRequest, gzipped: bool) -> Reply:
-        """The response to a heartbeat: with the view only if the worker does not know it."""
+        """The response to a heartbeat, which has the view only if the worker does not know it."""
         update, reports, seconds = self.update, self.reports, round(self.coordinator.heartbeat_seconds, 3)
         known_view = request.known_view if request.known_status else -1
         last_finding = min(request.last_finding, reports.latest)
@@ -256,18 +256,18 @@ class HeartbeatRoute:
         return None
 
     def disconnected(self, pending: PendingReply) -> None:
-        """The client has disconnected before its response."""
+        """Process that the client has disconnected before the response `pending` was sent."""
         self._service.disconnected(pending)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The same as an ASGI application."""
+        """Process a heartbeat that uvicorn has received, as an ASGI application."""
         body = await read_body(receive)
         if body is None:
             return
         response: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         pending = self.receive(body, accepts_gzip(scope["headers"]), response.set_result)
         if pending is not None:
-            closed = asyncio.ensure_future(receive())  # after a request, only its end can follow
+            closed = asyncio.ensure_future(receive())  # after a complete request, only the disconnection can follow
             try:
                 await asyncio.wait((response, closed), return_when=asyncio.FIRST_COMPLETED)
             finally:

@@ -13,22 +13,23 @@ from unisono.membership.protocol import View, ViewStatus
 from unisono.observe.activity import Activity, Phase
 from unisono.observe.stall_diagnosis import Liveness, MemberStatus, Stall, diagnose
 
-STALL_SECONDS = 1.0  # after a step's deadline, until a finding says that workers wait for others
-COMMON_STALL_SECONDS = 1.5  # the same, if all workers are late alike
+STALL_SECONDS = 1.0  # from a step's deadline until a finding says which workers the others wait for
+COMMON_STALL_SECONDS = 1.5  # the same time, if all workers are late
 _USUAL_SECONDS = {Phase.START: 10.0, Phase.EVALUATION: 5.0, Phase.CHECKPOINT: 5.0, Phase.RECOVERY: 5.0}
 """How long a worker may spend in a phase that is no part of a step, before its usual time is known."""
 _REMEMBERED = 64  # findings
 
 
 class StallReports:
-    """The latest reports of each worker, and the findings about stalls.
+    """Keeps the latest report of each worker, and makes findings about stalls from these reports.
 
     Args:
-        first_number: of the first finding; later processes of the coordinator start with higher ones.
+        first_number: the first finding gets the number ``first_number + 1``. Each later process of the coordinator must
+            pass a higher number, so that a number stands for one finding.
 
     Attributes:
-        activities: by worker, with their times of arrival.
-        spent: seconds by phase, by worker.
+        activities: for each worker, the activity that it reported last, and when this report arrived.
+        spent: for each worker, the seconds that it has spent in each phase.
     """
 
     def __init__(self, first_number: int = 1) -> None:
@@ -39,8 +40,9 @@ class StallReports:
         self._findings: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._reported: set[tuple[int, str]] = set()  # (view, lost worker)
         self._frozen: set[str] = set()  # workers that were unresponsive in their current phase
-        self._missing: dict[tuple[int, str], tuple[MemberStatus, float]] = {}  # from a later view, and since when
-        self._stalled_at = (0, 0)  # view and step of the last finding
+        # By (view, member that the next view lacks): the member's status, and since when it is missing.
+        self._missing: dict[tuple[int, str], tuple[MemberStatus, float]] = {}
+        self._stalled_at = (0, 0)  # the view and step to which `_again_at` belongs
         self._again_at = 0.0
         self._resumed_at = float("-inf")  # when a worker last came back from a phase that is no part of a step
 
@@ -55,11 +57,11 @@ class StallReports:
         return [text for _, text in self._findings]
 
     def after(self, number: int) -> list[str]:
-        """Findings after the one of that `number`; none if it is 0, because the worker is new."""
+        """Findings after the one with this `number`; none if `number` is 0, because the worker is new."""
         return [text for each, text in self._findings if each > number] if number else []
 
     def receive(self, worker: str, activity: Activity | None, spent: Mapping[str, float] | None, now: float) -> None:
-        """A worker reports what it does, and where its time went."""
+        """Process a worker's report of what it does, and of the time that it has spent in each phase."""
         if activity is not None:
             before, _ = self.activities.get(worker, (activity, now))
             if before.phase is not activity.phase:
@@ -73,8 +75,11 @@ class StallReports:
             self.spent[worker] = spent
 
     def view_formed(self, before: View, coordinator: Coordinator, now: float) -> None:
-        """The view after `before` is formed. A member that is missing in it, and did not leave, may be lost: others can
-        form a view before the launcher reports that its process has exited."""
+        """Process that the view after `before` is formed.
+
+        A member of `before` that the new view lacks, although it did not leave, may be lost: others can form a view
+        before the launcher reports that the member's process has exited.
+        """
         for worker in set(before.members).difference(coordinator.view.members):
             member = self._status(worker, coordinator, now)
             if member.liveness is not Liveness.RESPONSIVE and not coordinator.is_leaving(worker):
@@ -82,7 +87,7 @@ class StallReports:
                 self._missing[before.number, worker] = member, now
 
     def check(self, coordinator: Coordinator, now: float) -> list[str]:
-        """New findings. Linear in the number of workers, if there is a stall."""
+        """Make new findings, and return them. Takes time linear in the number of workers, if there is a stall."""
         findings = self._past_losses(coordinator, now) + self._losses(coordinator, now)
         if coordinator.saved.status in (ViewStatus.ACTIVE, ViewStatus.ENDING_AT_BOUNDARY):
             findings += self._delays(coordinator, now)
@@ -92,7 +97,10 @@ class StallReports:
         return findings
 
     def _past_losses(self, coordinator: Coordinator, now: float) -> list[str]:
-        """Workers missing in a later view, once their launcher has reported their exit, or has not for a while."""
+        """Findings about workers that a later view lacks.
+
+        They are made once the launcher has reported that the worker's process has exited, or after `STALL_SECONDS`.
+        """
         lost = []
         for (view, worker), (member, since) in list(self._missing.items()):
             liveness = coordinator.liveness(worker, now)
@@ -105,7 +113,7 @@ class StallReports:
         return [finding.text for finding in diagnose(self._stall(coordinator, now), lost)] if lost else []
 
     def _losses(self, coordinator: Coordinator, now: float) -> list[str]:
-        """Members that are lost, each once."""
+        """Findings about members that are lost; each member is reported once."""
         view, status = coordinator.view, coordinator.saved.status
         if status is ViewStatus.FINISHED or not (coordinator.has_lost_member or status is ViewStatus.ABORTED):
             return []
@@ -115,7 +123,7 @@ class StallReports:
         return [finding.text for finding in diagnose(self._stall(coordinator, now), new)] if new else []
 
     def _delays(self, coordinator: Coordinator, now: float) -> list[str]:
-        """Members that a step waits for, each time that the wait has doubled."""
+        """Findings about members that a step waits for, made again each time that the wait has doubled."""
         stall, step = self._stall(coordinator, now), (coordinator.view.number, coordinator.furthest_step)
         if step != self._stalled_at:
             self._stalled_at, self._again_at = step, 0.0

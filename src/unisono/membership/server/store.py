@@ -21,22 +21,22 @@ create table if not exists happened (number integer primary key, at_seconds real
 
 
 class Store:
-    """Decisions in the file `path`, created if it does not exist.
+    """The coordinator's decisions, in the file `path`, which is created if it does not exist.
 
     Raises:
-        sqlite3.DatabaseError: the file is no such store.
+        sqlite3.DatabaseError: the file exists, and is no such store.
     """
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        # Opened in one thread, and used in another: never in two at a time.
+        # The thread that opens the file may not be the one that uses it, but two threads never use it at a time.
         self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._file.execute("pragma journal_mode = wal")
         self._file.execute("pragma synchronous = full")
         self._file.executescript(_SCHEMA)
 
     def load(self) -> SavedViews:
-        """The views that were saved last; at first, none."""
+        """What was saved last; `SavedViews()` if nothing was saved."""
         row = self._file.execute("select over from decided").fetchone()
         texts = self._file.execute("select said from views order by number").fetchall()
         if row is None:
@@ -47,7 +47,7 @@ class Store:
         """Save views and decisions in one transaction; once this returns, both survive a loss of power.
 
         Args:
-            at_seconds: since the epoch.
+            at_seconds: the time, in seconds since the epoch.
 
         Raises:
             sqlite3.Error: they could not be written; the file is unchanged.
@@ -75,20 +75,20 @@ class Store:
         """Store the run, unless one is stored already; returns whether the stored one equals `text`.
 
         Raises:
-            sqlite3.Error: it could not be written; the file is unchanged.
+            sqlite3.Error: the run could not be written; the file is unchanged.
         """
         self._file.execute("insert or ignore into ordered values (1, ?)", (text,))
         return self.run_spec() == text
 
     def traits(self) -> str:
-        """What must be equal on all workers of the run, as its first worker sent it; empty before."""
+        """What must be equal on all workers of the run, as its first worker sent it; empty until then."""
         return self._text("select traits from shared")
 
     def put_traits(self, text: str) -> str:
         """Store the traits, unless some are stored already; returns the stored ones.
 
         Raises:
-            sqlite3.Error: they could not be written; the file is unchanged.
+            sqlite3.Error: the traits could not be written; the file is unchanged.
         """
         self._file.execute("insert or ignore into shared values (1, ?)", (text,))
         return self.traits()

@@ -1,4 +1,4 @@
-"""Authentication, and the bound on a request's length; ASGI, before everything else."""
+"""Authenticates requests and bounds their length, as ASGI middleware before everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TokenAuth:
-    """ASGI middleware: passes requests on to `app` that are signed with `token`, or contain it, and are not too long.
+    """ASGI middleware: passes a request on to `app` if it is signed with `token`, or contains it, and is not too long.
 
     The response to a signed request is signed.
     """
@@ -47,7 +47,7 @@ class TokenAuth:
             await send(message)
 
     def check_head(self, method: str, target: bytes, headers: Headers) -> tuple[int, SignedRequest | None]:
-        """HTTP's status for a request's head, 0 if it is accepted; and the verified head, if it is signed."""
+        """The HTTP status for a request's head, or 0 if it is accepted; and the verified head, if it is signed."""
         by_name = dict(headers)
         authorization, claim = by_name.get(b"authorization", b""), None
         if not hmac.compare_digest(authorization, self._expected):
@@ -57,14 +57,14 @@ class TokenAuth:
         return self._check_length(method, by_name), claim
 
     def check_body(self, claim: SignedRequest, body: bytes) -> int:
-        """HTTP's status: 0 if the body is the one that was signed."""
+        """The HTTP status for a request's body, or 0 if it is the body that was signed."""
         return 0 if hmac.compare_digest(hashlib.sha256(body).hexdigest(), claim.digest) else 401
 
     def refusal(self, status: int, closes: bool = True) -> Reply:
         """The response to a refused request.
 
         Args:
-            closes: the connection ends, and what follows is not read.
+            closes: whether the connection ends, so that nothing after this request is read.
         """
         headers = [(b"content-length", b"0")]
         if closes:
@@ -79,7 +79,7 @@ class TokenAuth:
         return PROOF_HEADER.encode(), self._verifier.proof(claim, status, digest).encode()
 
     def _signing(self, claim: SignedRequest, send: Send) -> Send:
-        """`send`, for a response that is sent when it is complete, with its proof."""
+        """A function to use in place of `send`: it sends a response once it is complete, and with its proof."""
         start: MutableMapping[str, Any] = {}
         parts: list[bytes] = []
 
@@ -105,7 +105,7 @@ class TokenAuth:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive`, with `body`, which was already read from it, first."""
+    """A function to use in place of `receive`: it first returns `body`, which was already read from `receive`."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> MutableMapping[str, Any]:
