@@ -127,9 +127,9 @@ def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, st
     assert late == list(range(late[0], STEPS))
     assert HIT < late[0] < STEPS - 1
     assert done.stdout.count("weights") == 1  # whoever is worker 0 at the end is shown
-    assert ("worker 0 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started" in done.stderr) == (
-        act == "SIGKILL"
-    )
+    assert (
+        "worker 0 was killed by SIGKILL (out of memory?): 2 workers continue, a replacement is started" in done.stderr
+    ) == (act == "SIGKILL")
 
 
 @pytest.mark.long
@@ -234,7 +234,7 @@ def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
     assert told.keys() == {"0", "1"}
     assert {each["weights"] for each in told.values()} == {peace["weights"]}
-    assert "worker 2 has left: 2 continue" in done.stderr
+    assert "worker 2 has left: 2 workers continue" in done.stderr
 
 
 @pytest.mark.long
@@ -251,7 +251,9 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
         assert [steps[at] for at in back] == [5], steps
         assert HIT <= steps[back[0] - 1] < 10
         assert steps[-1] == STEPS - 1
-    assert "worker 1 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started" in done.stderr
+    assert (
+        "worker 1 was killed by SIGKILL (out of memory?): 2 workers continue, a replacement is started" in done.stderr
+    )
 
 
 @pytest.mark.long
@@ -275,7 +277,7 @@ def test_a_walker_that_is_asked_to_leave_leaves_its_share(tmp_path: Path, peace)
         assert (each["weights"], each["lr"]) == (told["0"]["weights"], peace["lr"])
         assert [step for step, taken, _ in each["seen"] if taken] == list(range(STEPS))
         assert {size for step, _, size in each["seen"] if step < 10} == {3}  # until the meeting
-    assert "worker 2 has left: 2 continue" in done.stderr
+    assert "worker 2 has left: 2 workers continue" in done.stderr
 
 
 class Thing:
@@ -412,7 +414,7 @@ def test_all_whose_loop_is_over_are_waited_for_and_nobody_else() -> None:
 
 def test_who_left_is_told_and_who_came_to_the_end_is_not() -> None:
     found = policy()
-    assert found.worker_returned(1, None, 2).notice == "worker 1 has left: 2 continue"
+    assert found.worker_returned(1, None, 2).notice == "worker 1 has left: 2 workers continue"
     assert found.worker_returned(0, True, 1).notice == ""
     assert found.incomplete_reason([None, None, None]).startswith("every worker was asked to leave")
 

@@ -151,7 +151,7 @@ def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go
         os.kill(process.pid, signal.SIGINT)
         words = stderr_of(process)
     assert process.returncode == 130
-    assert "worker 1.2 cannot take part, 1 continues without it: code of own.py = sha256 " in words
+    assert "worker 1.2 cannot take part, 1 worker continues without it: code of own.py = sha256 " in words
 
 
 # Being asked to end, and being killed.
@@ -467,7 +467,7 @@ def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> No
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
         words = stderr_of(process)
     assert process.returncode == 0, words
-    assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
+    assert "worker 1 was killed by SIGKILL (out of memory?): 1 worker continues, a replacement is started" in words
     assert weights(home / "replaced") == weights(home / "whole")
 
 
@@ -480,8 +480,8 @@ def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: 
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
         words = stderr_of(process)
     assert process.returncode == 0, words
-    assert "the fork server was killed by SIGKILL (out of memory?): workers continue, and another one" in words
-    assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
+    assert "the fork server was killed by SIGKILL (out of memory?): workers continue, and another server" in words
+    assert "worker 1 was killed by SIGKILL (out of memory?): 1 worker continues, a replacement is started" in words
     assert weights(home / "unforked") == weights(home / "whole")
 
 

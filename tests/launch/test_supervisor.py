@@ -113,7 +113,9 @@ def test_killed_workers_are_replaced_and_the_run_completes(tmp_path) -> None:
     assert results[0]["name"] in ("0.2", "1.3", "2")
     assert len(results) == 3
     assert not drill.acts
-    assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started")
+    assert drill.notices[0] == (
+        "worker 1 was killed by SIGKILL (out of memory?): 2 workers continue, a replacement is started"
+    )
     assert drill.notices[1].startswith("worker 1.2 was killed by SIGSEGV")
     assert "the process of 1 has exited" in drill.log.read_text()
 
@@ -131,7 +133,7 @@ def test_a_worker_that_was_asked_to_leave_is_not_replaced(tmp_path) -> None:
     ])  # fmt: skip
     results = drill.run()
     assert [result is None for result in results] in ([False, False, True], [False, True, True])
-    assert drill.notices == ["worker 1 has left: 2 continue"]
+    assert drill.notices == ["worker 1 has left: 2 workers continue"]
     assert set(drill.pids) == {"0", "1", "2"}
 
 
@@ -312,7 +314,9 @@ def test_a_replacement_with_another_task_is_refused_and_the_others_continue(kind
     assert policy.worker_failed(refused, 1, 1.0).failure is refused, "one of the first"
     policy.next_name(1)
     found = policy.worker_failed(refused, 1, 1.0)
-    assert found.notice.startswith("worker 1.2 cannot take part, 1 continues without it: samples = 8: the run has 9")
+    assert found.notice.startswith(
+        "worker 1.2 cannot take part, 1 worker continues without it: samples = 8: the run has 9"
+    )
     assert found.failure is None
     assert found.restart_in_seconds is None
     assert policy.worker_failed(refused, 0, 1.0).failure is refused, "no other worker is left"

@@ -1,8 +1,9 @@
 """Decides which process has the identity in the environment: the first that claims it, not its children.
 
-A child process inherits the variables that identify its parent, and would connect to the other workers in its place.
-So the process that claims an identity sets a variable: its pid, and a digest of each launcher's variables. In another
-process, variables that still have that digest are ignored; those that a launcher has set since are used.
+A child process inherits the variables that identify its parent, and would connect to the other workers in the parent's
+place. So the process that claims an identity sets a variable, `UNISONO_CLAIM`. It has the process's pid, and a digest
+of the variables of each launcher. In another process, variables that still have that digest are ignored; variables that
+a launcher has set since are used.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _CLAIM = "UNISONO_CLAIM"
 
 
 def claim_identity() -> WorkerIdentity:
-    """Claim the identity in the environment for this process; processes that it starts do not have it.
+    """Claim the identity in the environment for this process; processes that it starts do not have this identity.
 
     Raises:
-        InvalidInput: as `identify`.
+        InvalidInput: as for `identify`.
         UnisonoError: multiprocessing has started this process, and imports the user's script in it.
     """
     _check_not_importing()
@@ -36,7 +37,7 @@ def claim_identity() -> WorkerIdentity:
 
 
 def current_identity() -> WorkerIdentity:
-    """The identity of this process. Raises as `identify`."""
+    """The identity of this process. Raises the errors of `identify`."""
     return identify(unclaimed(os.environ, os.getpid()))
 
 

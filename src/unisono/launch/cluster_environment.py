@@ -11,9 +11,9 @@ The first of these conventions that is set is used. A later one then belongs to 
 
 For 3 and 4, MASTER_ADDR and MASTER_PORT are used if they are set. A convention that is set in part is an error.
 
-The rendezvous of the workers is a URL: ``file:///directory`` (one host), or ``tcp://host:port?attempt=K``. There rank 0
-serves the store, or, with ``&served=1``, another process does and all ranks are clients. `attempt` counts restarts, so
-that keys of an earlier attempt are ignored if the store still exists.
+The rendezvous of the workers is a URL: ``file:///directory`` (one host), or ``tcp://host:port?attempt=K``. At ``tcp``,
+rank 0 serves the store; with ``&served=1``, another process serves it, and all ranks are clients. `attempt` counts
+restarts, so that keys of an earlier attempt are ignored if the store still exists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WorkerIdentity:
     """Rank of one worker, number of workers, and their rendezvous.
 
     Args:
-        rank: of this worker, ``0 .. size-1``.
+        rank: rank of this worker, ``0 .. size-1``.
         size: number of workers.
         local_rank: rank of this worker on its host.
         local_size: number of workers on its host.
@@ -61,7 +61,7 @@ class WorkerIdentity:
     launcher: str = "none"
 
     def environ(self) -> dict[str, str]:
-        """The variables from which `identify` reads this identity, as set by our own launcher."""
+        """The variables from which `identify` reads this identity, as unisono's own launcher sets them."""
         numbers = (self.rank, self.size, self.local_rank, self.local_size)
         return dict(zip(OURS, map(str, numbers))) | {"UNISONO_RENDEZVOUS": self.rendezvous}
 
@@ -98,7 +98,7 @@ def _ours(environ: Mapping[str, str]) -> WorkerIdentity:
     numbers = _numbers(environ, OURS, "unisono")
     url = environ.get("UNISONO_RENDEZVOUS", "")
     if numbers[1] > 1 and not url.startswith(("file:///", "tcp://")):
-        problem = "not file:///directory or tcp://host:port"
+        problem = "neither file:///directory nor tcp://host:port"
         raise InvalidInput("UNISONO_RENDEZVOUS", url, problem, "give all workers the same UNISONO_RENDEZVOUS")
     return WorkerIdentity(*numbers, rendezvous=url, launcher="unisono")
 
@@ -109,7 +109,7 @@ def _torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
         return WorkerIdentity(*numbers, launcher="torchrun")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
-            raise _unset(name, "start the workers by torchrun, or set it to the address of rank 0")
+            raise _unset(name, "start the workers by torchrun, or set MASTER_ADDR and MASTER_PORT to those of rank 0")
     attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     url = _tcp(environ["MASTER_ADDR"], _port(environ), attempt, served)
@@ -168,7 +168,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 def _check_world_size(identity: WorkerIdentity, environ: Mapping[str, str]) -> WorkerIdentity:
     """Return `identity`; raise if WORLD_SIZE, which job scripts often export, differs."""
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") != identity.size:
-        problem = f"but {identity.launcher} started {identity.size} workers"
+        problem = f"{identity.launcher} has started {identity.size} workers"
         raise InvalidInput("WORLD_SIZE", environ["WORLD_SIZE"], problem, "unset it, or start as many workers")
     return identity
 

@@ -1,7 +1,8 @@
 """A coordinator's process on the launcher's host, which the launcher restarts when it exits.
 
 The launcher holds the listening socket. A coordinator that is started again therefore has the same port, and clients
-that connect in between wait instead of being refused. It continues from its decisions, which are on disk.
+that connect in between wait instead of being refused. The new coordinator continues from the decisions of the previous
+one, which are on disk.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class ServerOptions:
     Args:
         launcher: pid of the parent process.
         name: first word of the process's name in ``ps``.
-        descriptor: of the listening socket.
-        policy, state, token, log, place: as of `CoordinatorProcess`.
-        pause_seconds: time to wait before the start.
+        descriptor: descriptor of the listening socket.
+        policy, state, token, log, place: as for `CoordinatorProcess`.
+        pause_seconds: time to wait before the coordinator starts.
     """
 
     launcher: int
@@ -62,17 +63,17 @@ class ServerOptions:
 
 
 class CoordinatorProcess:
-    """Starts a coordinator, and another one whenever it exits; a context manager, which ends it.
+    """Runs a coordinator in a process, which is started again whenever it exits; a context manager, which ends it.
 
-    The kernel kills the process if the calling thread ends.
+    The kernel kills the process if the thread that started it ends.
 
     Args:
-        place: where it listens.
-        policy: of the run.
-        state: file for its decisions.
-        token: required in every request.
-        log: file that receives its decisions as text.
-        on_notice: called with a sentence when the process was restarted.
+        place: where the coordinator listens.
+        policy: the run's rules for views.
+        state: file for the coordinator's decisions.
+        token: the run's token; every request must prove that its sender knows it.
+        log: file that receives the coordinator's decisions as text.
+        on_notice: called with a sentence for the user whenever the process is restarted.
         name: first word of the process's name in ``ps``.
 
     Raises:
@@ -97,7 +98,7 @@ class CoordinatorProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the current process."""
+        """The pid of the current process."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -105,10 +106,10 @@ class CoordinatorProcess:
         return self._epoll.fileno()
 
     def on_readable(self) -> None:
-        """Start another process.
+        """Start another process in place of the one that has exited.
 
         Raises:
-            UnisonoError: it has exited with an error several times in a row.
+            UnisonoError: the process has exited with an error three times in a row.
         """
         status = self._process.wait()
         self._short_lifetimes = self._short_lifetimes + 1 if time.monotonic() - self._started < _STABLE_SECONDS else 0
@@ -117,7 +118,7 @@ class CoordinatorProcess:
             raise UnisonoError(f"the coordinator cannot start: {self._last_log_line()}")
         pause = _BACKOFF.seconds(self._short_lifetimes - 1) if self._short_lifetimes > 1 else 0.0
         self._on_notice(
-            f"the coordinator {_exit_clause(status)}: another one is started, and training continues meanwhile"
+            f"the coordinator {_exit_clause(status)}: another coordinator is started, and training continues meanwhile"
         )
         self._epoll.unregister(self._pidfd)
         os.close(self._pidfd)
@@ -157,7 +158,7 @@ class CoordinatorProcess:
         self._epoll.register(self._pidfd, select.EPOLLIN)
         options = json.dumps(self._options | {"pause_seconds": pause_seconds}).encode()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has exited already: `on_readable` follows
+        with suppress(BrokenPipeError):  # the process has exited already: `on_readable` is called next
             self._process.stdin.write(options)
             self._process.stdin.close()
 

@@ -1,4 +1,4 @@
-"""Sets up the coordinator of an elastic run, which also has the run's spec for workers that join.
+"""Sets up the coordinator of an elastic run; it also keeps the run's spec for workers that join.
 
 No module imported here imports torch.
 """
@@ -27,7 +27,7 @@ from unisono.membership.messages import RunSpecMessage
 from unisono.membership.server.store import Store
 from unisono.system import atomic_files as atomic
 
-RunSpecFields = Mapping[str, Any]  # as the coordinator stores them: `unisono.membership.server.run_spec_routes`
+RunSpecFields = Mapping[str, Any]  # fields of `unisono.membership.messages.RunSpecMessage`
 
 
 @contextlib.contextmanager
@@ -35,17 +35,17 @@ def coordinator_for(
     policy: Policy, spec: RunSpecFields, run: Path, server: ForkServer, on_notice: Callable[[str], None],
     options: CoordinatorOptions = CoordinatorOptions(), logs: Path | None = None, independent_exit: bool = False,
 ) -> Iterator[ElasticOptions]:  # fmt: skip
-    """Give a coordinator the spec of a run, whose first workers `server` forks.
+    """A context with a coordinator that has the spec of a run, whose first workers `server` forks.
 
-    Starts a coordinator, unless `options` name one that runs elsewhere. It keeps its decisions in the directory `run`,
-    in ``coordinator/<n>.sqlite`` for the n-th attempt of the run. Each attempt has its own file, since it has other
-    workers. ``coordinator/contact.json`` has its address as long as it runs.
+    A coordinator is started, unless `options` name one that runs elsewhere. It keeps its decisions in the directory
+    `run`, in ``coordinator/<n>.sqlite`` for the n-th attempt of the run. Each attempt has its own file, since it has
+    other workers. Within the context, ``coordinator/contact.json`` has the coordinator's address.
 
     Args:
-        policy: of a coordinator that is started here.
-        spec: without ``meets_at``, which is added here.
+        policy: the rules for views, for a coordinator that is started here.
+        spec: the run's spec without ``meets_at``, which is added here.
         on_notice: called with sentences for the user.
-        logs: directory for its log; default: ``logs`` in `run`.
+        logs: directory for the coordinator's log; default: ``logs`` in `run`.
         independent_exit: see `ElasticOptions`.
 
     Raises:
@@ -115,7 +115,8 @@ def _send_spec(contact: CoordinatorAddress, spec: RunSpecFields) -> None:
             f"join that run with unisono join {contact.url}; if it has ended, start unisono coordinator with "
             "another --state for this one")  # fmt: skip
     if answer.status != 204:
-        raise InvalidInput("--coordinator", contact.url, f"it refuses the run ({answer.status})", "see its log")
+        problem = f"the coordinator refuses the run (HTTP status {answer.status})"
+        raise InvalidInput("--coordinator", contact.url, problem, "see the coordinator's log")
 
 
 def _join_options(spec: RunSpecFields) -> list[str]:
@@ -126,9 +127,10 @@ def _join_options(spec: RunSpecFields) -> list[str]:
 
 
 def _rendezvous_url(local: bool, server: ForkServer) -> str:
-    """Rendezvous of the workers of `server`: a directory if all workers are on this host, otherwise empty.
+    """The rendezvous of the workers of `server`: a directory if all workers are on this host, otherwise empty.
 
-    Without a directory, each worker serves a socket. Each launcher uses its own directory, which it removes at its end.
+    Without a directory, each worker serves a socket. Each launcher has a directory of its own, and removes it at its
+    end.
     """
     return f"file://{server.rendezvous_directory}" if local else ""
 

@@ -1,4 +1,4 @@
-"""Reports to the coordinator which worker processes are runnable, so that a busy one is not evicted as frozen.
+"""Reports to the coordinator which worker processes are runnable, so that a busy worker is not evicted as frozen.
 
 Heartbeats are late when native code holds the GIL, or when the host is overloaded. In both cases a
 thread of the process is running or runnable most of the time, which the launcher can see. A frozen process, or one
@@ -21,13 +21,13 @@ _PATH = "/v1/running"
 _SAMPLE_SECONDS = 0.15
 _LONG_POLL_SECONDS = 10.0  # longer than the coordinator holds its answer until a heartbeat is late
 _ANSWER_SECONDS = 3.0  # longer than the coordinator takes to answer a request that it need not hold
-_MIN_DEMAND = 0.5  # part of the time
+_MIN_DEMAND = 0.5  # the part of the time for which a thread of a busy process is running or runnable, at least
 
 
 def cpu_demand_seconds(pid: int) -> dict[int, float]:
-    """Seconds for which each thread of a process has been running or runnable.
+    """For how many seconds each thread of a process has been running or runnable, by thread id.
 
-    By thread id; empty where the kernel does not report them (Linux does, see Documentation/scheduler/sched-stats.rst).
+    The result is empty where the kernel does not report this (Linux does, see Documentation/scheduler/sched-stats.rst).
     """
     seconds = {}
     with contextlib.suppress(OSError):  # the process has exited
@@ -39,18 +39,25 @@ def cpu_demand_seconds(pid: int) -> dict[int, float]:
 
 
 def is_computing(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> bool:
-    """Whether a thread was running or runnable for most of the `seconds` between two `cpu_demand_seconds`."""
+    """Whether a thread was running or runnable for most of the time between two results of `cpu_demand_seconds`.
+
+    Args:
+        before, after: the results.
+        seconds: the time between them.
+    """
     return any(demand - before[task] > _MIN_DEMAND * seconds for task, demand in after.items() if task in before)
 
 
 class CpuMonitor:
-    """Samples worker processes in a background thread; a context manager.
+    """Samples worker processes in a background thread, and reports the busy ones to the coordinator.
+
+    It is a context manager.
 
     Attributes:
         step_count: steps of the run, as the coordinator last reported them.
 
     Raises:
-        InvalidInput: as `HttpConnection`.
+        InvalidInput: as for `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:
@@ -63,12 +70,12 @@ class CpuMonitor:
         self._thread.start()
 
     def process_started(self, worker: str, pid: int) -> None:
-        """Sample the process of this name from now on."""
+        """Sample the process `pid` of `worker` from now on."""
         with self._lock:
             self._pids[worker] = pid
 
     def process_exited(self, worker: str) -> None:
-        """Sample it no more."""
+        """Stop sampling the process of `worker`."""
         with self._lock:
             self._pids.pop(worker, None)
 

@@ -13,12 +13,12 @@ _RETRY_SECONDS = 0.2
 
 
 class ExitNotifier:
-    """Notifies from a background thread; a context manager.
+    """Notifies the coordinator of exits from a background thread; a context manager.
 
     Each name is sent until the coordinator confirms it, since the coordinator may be restarting.
 
     Raises:
-        InvalidInput: as `HttpConnection`.
+        InvalidInput: as for `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:
@@ -29,11 +29,11 @@ class ExitNotifier:
         self._thread.start()
 
     def notify(self, worker: str) -> None:
-        """Report that the process of this name has exited; returns at once."""
+        """Report that the process of `worker` has exited; returns at once."""
         self._names.put(worker)
 
     def close(self) -> None:
-        """Try once more to send each name that is not confirmed yet."""
+        """Send the names that are not confirmed yet, until the coordinator does not answer, and end the thread."""
         self._closed.set()
         self._names.put(None)
         self._thread.join()

@@ -17,7 +17,7 @@ SELF_EXPLANATORY: dict[str, type[UnisonoError]] = {
 
 
 class ScriptExited(WorkerFailed):
-    """A worker called ``sys.exit`` with something else than 0, which is then the exit code of the run."""
+    """A worker called ``sys.exit`` with something other than 0; the run then exits with the same code."""
 
     def __init__(self, rank: int, exit_code: int) -> None:
         super().__init__(rank, f"exited with {exit_code}")
@@ -32,13 +32,13 @@ class Failure:
     """How one worker failed.
 
     Args:
-        rank: of the worker.
-        at_seconds: when, on the host's monotonic clock.
-        reason: one sentence.
-        traceback: as text; empty if there is none.
-        consequence: the worker reported the loss of another worker, whose failure is then probably the cause.
+        rank: the worker's rank.
+        at_seconds: when the worker failed, on the host's monotonic clock.
+        reason: why the worker failed, in one sentence.
+        traceback: the traceback as text; empty if there is none.
+        consequence: whether the worker reported the loss of another worker, whose failure is then probably the cause.
         exit_code: argument of ``sys.exit``, if the worker called it.
-        original: class name and arguments of the worker's error, if it is in `SELF_EXPLANATORY`.
+        original: class name and arguments of the worker's error, if its class is in `SELF_EXPLANATORY`.
         line: line of the user's code that raised the error, as `unisono.observe.user_frames` formats it.
     """
 
@@ -70,10 +70,13 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure], exits: Mapping[int, str] = MappingProxyType({})) -> Failure:
-    """The earliest failure that is no consequence of another.
+    """The earliest failure that is not the consequence of another one.
 
-    If every one is, the earliest of all. Its reason then also names the line at which each worker was, and the earlier
-    `exits` (rank: how), which are the probable cause.
+    If every failure is a consequence, the result is the earliest of all. Its reason then also names the line at which
+    each worker was, and the exits of workers before, which are the probable cause.
+
+    Args:
+        exits: how scripts have exited that did not fail, by rank.
     """
     known = list(failures)
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))

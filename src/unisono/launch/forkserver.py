@@ -55,7 +55,7 @@ class ForkServer:
     """The launcher's handle of the server process and of the workers; a context manager, which ends all of them.
 
     Attributes:
-        ready: a server has imported its modules.
+        ready: whether a server has imported its modules.
     """
 
     def __init__(self, preload: Sequence[str], name: str) -> None:
@@ -69,7 +69,7 @@ class ForkServer:
         self.ready = self._server_ready = False
         self._output = os.memfd_create("forkserver-errors")
         self._forking: list[int] = []  # ranks of workers that were asked for and whose pid is not known yet
-        self._workers: dict[int, tuple[int, int]] = {}  # pidfd: pid, rank
+        self._workers: dict[int, tuple[int, int]] = {}  # by pidfd: pid and rank
         self._was_subreaper = process.is_subreaper()
         self._epoll = select.epoll()
         self._start()
@@ -84,7 +84,7 @@ class ForkServer:
         return self._epoll.fileno()
 
     def fork(self, spec: WorkerSpec, descriptors: Sequence[int]) -> None:
-        """Ask for a worker with copies of `descriptors`; starts another server if the last one has exited."""
+        """Ask the server for a worker with copies of `descriptors`; starts another server if the last has exited."""
         if self._control is None:
             self._start()
         assert self._control is not None
@@ -96,8 +96,9 @@ class ForkServer:
     def receive(self) -> list[Mapping[str, Any]]:
         """Events since the last call.
 
-        Each is one of ``ready``; ``rank`` and ``pid`` of a worker that has started; ``rank`` and ``status`` of one that
-        has exited; a ``notice`` about the server; ``server_status``, if the server exited before it was ever ready.
+        Each event has one of these: ``ready``; ``rank`` and ``pid`` of a worker that has started; ``rank`` and
+        ``status`` of a worker that has exited; a ``notice`` about the server; ``server_status``, if the server exited
+        before any server was ready.
         """
         events: list[Mapping[str, Any]] = []
         for descriptor, _ in self._epoll.poll(0):
@@ -108,7 +109,7 @@ class ForkServer:
         return events
 
     def exit_report(self) -> tuple[int, str]:
-        """Exit status and output of the server, after it has exited."""
+        """The server's exit status and output; waits for its exit."""
         status = self._process.wait()
         return status, os.pread(self._output, _MAX_MESSAGE_BYTES, 0).decode(errors="replace")
 
@@ -166,7 +167,7 @@ class ForkServer:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def _server_exited(self) -> list[Mapping[str, Any]]:
-        """Events of the server's exit: workers continue, and those that were asked for meanwhile are lost."""
+        """The events that the server's exit causes: workers continue, but workers that had not started are lost."""
         assert self._control is not None
         status = self._process.wait()
         self._epoll.unregister(self._control)
@@ -176,14 +177,14 @@ class ForkServer:
         missing, self._forking = self._forking, []
         if not self.ready:
             return [{"server_status": status}]
-        notice = f"the fork server {exit_clause(status)}: workers continue, and another one is started when needed"
+        notice = f"the fork server {exit_clause(status)}: workers continue, and another server is started when needed"
         return [{"notice": notice}, *({"rank": rank, "status": status} for rank in missing)]
 
     def _reap(self, descriptor: int) -> Mapping[str, Any]:
         """Kill what is left of a worker's process group, and return the event of its exit."""
         pid, rank = self._workers.pop(descriptor)
         self._epoll.unregister(descriptor)
-        process.kill_group(pid)  # the number is not reused before waitpid
+        process.kill_group(pid)  # the pid is not reused before waitpid
         if self._control is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(json.dumps({"exited": pid}).encode())
@@ -193,14 +194,14 @@ class ForkServer:
 
     def _end_server(self, control: socket.socket) -> None:
         control.shutdown(socket.SHUT_WR)
-        if not self._server_ready:  # it is importing, reads nothing for seconds, and has no worker yet
+        if not self._server_ready:  # the server is importing, reads nothing for seconds, and has forked no worker
             self._process.kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        while self._control is not None:  # its last messages may report workers that have just started
+        while self._control is not None:  # the server's last messages may report workers that have just started
             self._receive_from_server()
 
     def __enter__(self) -> ForkServer:
@@ -253,6 +254,8 @@ def _import(modules: Sequence[str]) -> None:
 
 
 class _ServerProcess:
+    """The server in its own process: forks workers when the launcher asks for them, and cleans up at the end."""
+
     def __init__(self, control: socket.socket, rendezvous: str, launcher: int, workers: Iterable[int]) -> None:
         self._control, self._rendezvous, self._launcher = control, rendezvous, launcher
         self._workers = set(workers)
@@ -287,7 +290,7 @@ class _ServerProcess:
             self._fork_again(spec, descriptors)
         _, status = os.waitpid(child, 0)
         if status:
-            raise ChildProcessError(f"no worker could be forked: {os.waitstatus_to_exitcode(status)}")
+            raise ChildProcessError(f"no worker could be forked: child exited with {os.waitstatus_to_exitcode(status)}")
         for descriptor in descriptors:
             os.close(descriptor)
         pid = int.from_bytes(self._forked_pid[:])
@@ -311,7 +314,7 @@ class _ServerProcess:
     def _become_worker(self, parent: int, rank: int) -> None:
         """Leave the server. The worker itself reports its start, as the server may be killed before it can."""
         process.make_group_leader(0)
-        while os.getppid() == parent:  # which is about to exit
+        while os.getppid() == parent:  # the parent is about to exit
             os.sched_yield()
         process.exit_with_parent(self._launcher)
         for number in (signal.SIGTERM, signal.SIGHUP):

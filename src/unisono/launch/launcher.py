@@ -1,9 +1,9 @@
-"""Start the workers of this host, and return their results or raise the first one's error.
+"""Start the workers of this host, and return their results, or raise the error of the first worker that failed.
 
     start_fork_server ─► ForkServer (imports torch) ─► launch ─► worker 0 … n-1 ─► results, or the first error
 
-No module of the launcher imports torch: it is ready at once, and reads the configuration while the fork server imports.
-`supervisor.WorkerSupervisor` supervises the workers.
+No module of the launcher imports torch. So the launcher is ready at once, and reads the configuration while the fork
+server imports torch. `supervisor.WorkerSupervisor` supervises the workers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CALL_STOP_SECONDS = 1.0  # between a signal and the end of a worker that only a
 def start_fork_server(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> ForkServer:
     """Start the process that imports `preload` and forks the workers; returns at once.
 
-    Pass the result to `launch`, or close it. The kernel kills the process if the calling thread ends during the
-    imports.
+    Pass the result to `launch`, or close it. The kernel kills the process if the calling thread ends while it imports
+    the modules.
     """
     return ForkServer(preload, name)
 
@@ -60,13 +60,13 @@ def launch(
 
     Args:
         target: ``module:function``, imported in the workers; its first argument is a `WorkerContext`.
-        arguments: classes and functions of the launcher's main script are pickled by value.
-        fork_server: from `start_fork_server`; `launch` closes it.
-        on_message: called in this process with the rank of a worker and a message that it reported.
-        elastic: workers may join and leave. A worker that fails is replaced by one with another name
-            (`WorkerContext.name`), and one that returns None has left. The first other result is the run's and comes
-            first, unless the option `independent_exit` is set.
-        event_sources: served by the same event loop.
+        arguments: values that are pickled; classes and functions of the launcher's main script are pickled by value.
+        fork_server: the result of `start_fork_server`, which `launch` closes; None: `launch` starts a fork server.
+        on_message: called in this process with the rank of a worker and a message that the worker reported.
+        elastic: if given, workers may join and leave. A worker that fails is replaced by one with another name
+            (`WorkerContext.name`), and a worker that returns None has left. The first result other than None is the
+            run's and comes first, unless the option `independent_exit` is set.
+        event_sources: further sources of events, which the launcher's event loop serves.
 
     Raises:
         InvalidInput: the first worker that failed raised it; or `options.logs` cannot be written.
@@ -99,9 +99,9 @@ def launch(
 def call_in_worker(
     target: str, arguments: tuple[Any, ...], server: ForkServer, *, threads: int = 1, name: str = "unisono"
 ) -> Any:
-    """Return ``target(worker, *arguments)`` of one process, which writes no log.
+    """Run ``target(worker, *arguments)`` in one worker, which writes no log, and return its result.
 
-    `server` stays open, for `launch`. Raises as `launch`.
+    `server` stays open, for `launch`. Raises the errors of `launch`.
     """
     spec = WorkerSpec(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
     with SignalInbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
@@ -120,7 +120,7 @@ def _worker_specs(target: str, options: LaunchOptions, *, has_terminal: bool) ->
 
 
 def _following(tail: LogTail, specs: Sequence[WorkerSpec], on_message: OnMessage) -> OnMessage:
-    """`on_message`, after `tail` has followed messages that concern it."""
+    """A function that has `tail` follow a message that concerns it, and then calls `on_message`."""
 
     def follow(rank: int, message: Mapping[str, Any]) -> None:
         if message.get("kind") == "speaks":
@@ -144,7 +144,7 @@ def _process_title(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[int]:
-    """A descriptor of anonymous memory that holds `data`."""
+    """A context with a descriptor of anonymous memory that has `data`."""
     with open(os.memfd_create("arguments"), "wb") as file:
         file.write(data)
         file.flush()
@@ -152,7 +152,7 @@ def _in_memory(data: bytes) -> Iterator[int]:
 
 
 def _create_logs(directory: Path, workers: int) -> list[str]:
-    """Paths of the workers' log files, which are created unless they exist."""
+    """The paths of the workers' log files; files that do not exist are created."""
     paths = [(directory / f"worker-{rank}.log").absolute() for rank in range(workers)]
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ MAX_PER_PROCESSOR = 64
 
 
 def check_worker_count(workers: int, field: str = "workers") -> None:
-    """Raise `InvalidInput` for `field` if there would be more than 64 workers per processor of this process.
+    """Raise `InvalidInput` for `field` if `workers` are more than 64 for each processor that this process may use.
 
     Callers call it before they start or create anything.
     """

@@ -40,7 +40,7 @@ class Holder:
     Args:
         host: name of its host.
         process: pid of the launcher there; under another launcher, of worker 0.
-        since: start of the command, in seconds since 1970.
+        since: when the command started, in seconds since 1970.
     """
 
     host: str
@@ -61,7 +61,7 @@ class Holder:
     def is_releasing(self) -> bool:
         """Whether the last workers of the command are about to release the lock.
 
-        They are if the command has exited, or was an earlier one of this process.
+        They are if the command has exited, or if this process itself ran the command earlier.
         """
         return self.has_exited or (self._is_on_this_host and self.process == os.getpid())
 
@@ -74,7 +74,7 @@ def make_unique_directory(path: Path, mode: int = 0o777) -> Path:
     """Create the directory `path`, or ``<path>-2``, ``<path>-3``, … if it exists; return the path.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the directory cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in itertools.chain([path.name], (f"{path.name}-{n}" for n in itertools.count(2))):
@@ -91,7 +91,7 @@ def hold_lock(directory: Path, holder: Holder) -> Iterator[None]:
     Waits up to ten seconds for the workers of a command that has exited, and one second for any other holder.
 
     Raises:
-        InvalidInput: another command holds it.
+        InvalidInput: another command holds the lock.
         OSError: the directory does not exist, or cannot be written.
     """
     file = _acquire(directory / LOCK, holder)
@@ -102,7 +102,7 @@ def hold_lock(directory: Path, holder: Holder) -> Iterator[None]:
 
 
 def _acquire(path: Path, holder: Holder) -> int:
-    """Acquire the lock; returns the descriptor that holds it."""
+    """Acquire the lock for `holder`; returns the descriptor that holds the lock."""
     began = time.monotonic()
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -121,13 +121,13 @@ def _acquire(path: Path, holder: Holder) -> int:
 
 
 def _lock(file: int, holder: Holder) -> bool:
-    """Lock `file` shared if it is free or `holder` has it; returns whether it is locked."""
+    """Lock `file` shared if the lock is free or `holder` has it; returns whether `file` is locked now."""
     if _read(file) != holder:
         if not _flock(file, fcntl.LOCK_EX):
             return False
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
-    # Another command may have taken the lock between the two calls: then the file names that one.
+    # Another command may have taken the lock between the two calls: then the file names that command.
     return _flock(file, fcntl.LOCK_SH) and _read(file) == holder
 
 
@@ -154,7 +154,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _read(file: int) -> Holder | None:
-    """The holder that the file names; None if it is new or being written."""
+    """The holder that the file names; None if the file is new or being written."""
     try:
         return Holder(**json.loads(os.pread(file, 4096, 0)))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Copies a log file while it grows; the kernel reports growth (inotify), so nothing is polled."""
+"""Copies a log file while it grows; the kernel reports that it has grown (inotify), so nothing is polled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LogTail:
 
     Args:
         path: an existing file.
-        to: stream that receives the copy.
+        to: the stream that receives the copy.
     """
 
     def __init__(self, path: Path, to: BinaryIO) -> None:
@@ -29,7 +29,7 @@ class LogTail:
         self._watch_id = self._add_watch(path)
 
     def fileno(self) -> int:
-        """Readable when the file has grown."""
+        """Descriptor that is readable when the file has grown."""
         return self._inotify
 
     def switch_to(self, path: Path, offset: int) -> None:

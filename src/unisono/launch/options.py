@@ -17,7 +17,7 @@ from unisono.launch.restart_policy import (
 )
 from unisono.membership.protocol import CoordinatorAddress
 
-# The first optimizer that is built imports torch._dynamo, which takes a second of computing: once is enough.
+# The first optimizer that a process builds imports torch._dynamo, which takes a second: the fork server does it once.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "cloudpickle")
 
 
@@ -51,16 +51,16 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """A launcher whose failed workers are replaced, and whose workers may leave before the end of the run.
+    """Options of a launcher that replaces failed workers, and whose workers may leave before the end of the run.
 
     Args:
         contact: address of the coordinator, which the launcher notifies of processes that have exited.
-        coordinator: its process, if this launcher supervises it; otherwise the run may continue elsewhere without this
-            launcher's workers.
-        launcher: prefix of this launcher's worker names, to distinguish them from those of others; empty for the first
+        coordinator: the coordinator's process, if this launcher supervises it. If it does not, the run may continue
+            elsewhere without this launcher's workers.
+        launcher: prefix of the names of this launcher's workers, which no other launcher has; empty for the first
             launcher.
-        independent_exit: each worker continues after the training loop, and exits by itself; otherwise the first result
-            is the result of the run.
+        independent_exit: whether each worker continues after the training loop, and exits by itself. If not, the first
+            result is the result of the run.
     """
 
     contact: CoordinatorAddress
@@ -72,5 +72,5 @@ class ElasticOptions:
         """The policy that decides about workers that have exited."""
         kind = RestartFailed if self.coordinator else JoinedLauncher
         policy = kind(workers, observer, f"{self.launcher}:" if self.launcher else "")
-        # Workers of a launcher that joined begin when the others are in their loop already.
+        # When workers of a launcher that has joined begin, the other workers are in their loop already.
         return IndependentExit(policy, () if self.launcher else range(workers)) if self.independent_exit else policy

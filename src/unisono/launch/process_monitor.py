@@ -15,7 +15,7 @@ class ProcessMonitor:
     """A `ProcessObserver` that reports to a coordinator; a context manager.
 
     Raises:
-        InvalidInput: as `HttpConnection`.
+        InvalidInput: as for `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:

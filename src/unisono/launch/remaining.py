@@ -1,4 +1,4 @@
-"""Whether other launchers continue a run when all workers of this one have exited."""
+"""Finds out whether other launchers continue a run when all workers of this launcher have exited."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unisono.membership.messages import StatusMessage
 from unisono.membership.protocol import CoordinatorAddress
 
 _ANSWER_SECONDS = 3.0
-_WAIT_SECONDS = 10.0  # longer than others need for a view without the workers that exited, and a step in it
+_WAIT_SECONDS = 10.0  # longer than other workers need for a view without those that exited, and for a step in it
 _POLL_SECONDS = 0.1
 
 
 def others_continue(contact: CoordinatorAddress, without: Set[str]) -> bool:
-    """Whether others take a step in a view `without` these workers, whose processes have exited.
+    """Whether other workers take a step in a view without the workers `without`, whose processes have exited.
 
-    Waits until that is known. The answer is no after ten seconds, or if the coordinator has ended with its run.
+    Waits until that is known. The result is False after ten seconds, or if the coordinator has ended with its run.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     with contextlib.closing(HttpConnection(contact, _ANSWER_SECONDS)) as line:

@@ -15,8 +15,8 @@ from unisono.launch.stop_request import STOP, STOP_ALL
 from unisono.membership.protocol import StepCount
 from unisono.system.backoff import Backoff
 
-_MAX_WITHOUT_STEP = 3  # processes that may fail in a row in one slot without a step between them
-_MAX_WITHOUT_PROGRESS = 10  # processes that may fail in a row in one slot, where every step between them was repeated
+_MAX_WITHOUT_STEP = 3  # the run fails after so many failures in one slot without a step between them
+_MAX_WITHOUT_PROGRESS = 10  # the run fails after so many failures in one slot without a step beyond all earlier ones
 _RESTART_INTERVAL = Backoff(first_seconds=1.0, factor=2.0, longest_seconds=60.0)
 _STABLE_SECONDS = 30.0  # a process that ran this long did not fail because of its start
 
@@ -26,9 +26,9 @@ class RestartVerdict:
     """What the launcher does about a worker that has exited.
 
     Args:
-        notice: sentence for the user; empty: none.
-        failure: why the run has failed, if it has.
-        restart_in_seconds: when to start a replacement, if one is to be started.
+        notice: sentence for the user; empty: there is none.
+        failure: the failure for which the run has failed; None: it continues.
+        restart_in_seconds: after how many seconds a replacement is started; None: no replacement is started.
     """
 
     notice: str = ""
@@ -37,13 +37,13 @@ class RestartVerdict:
 
 
 class RestartPolicy(Protocol):
-    """Decides for all workers of a launcher.
+    """Decides what the exit of a process means, for all workers of a launcher.
 
     Each worker has a slot, numbered from 0; a replacement has the slot, the rank and the log of its predecessor.
     """
 
     stop_signal: signal.Signals
-    """Asks a worker to return at the next step boundary."""
+    """The signal that asks a worker to return at the next step boundary."""
 
     def next_name(self, slot: int) -> str:
         """The name of the process that is about to be started in `slot`."""
@@ -61,7 +61,13 @@ class RestartPolicy(Protocol):
         """Decide about a worker that has returned `result`, while `others` processes of the launcher still run."""
 
     def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
-        """Decide about a worker that has failed during the run, while `others` processes still run."""
+        """Decide about a worker whose process has exited without a result, or whose task was refused.
+
+        Args:
+            failure: how the worker failed; its slot is ``failure.rank``.
+            others: how many other processes of the launcher still run.
+            lifetime_seconds: how long the worker's process has lived.
+        """
 
     def is_complete(self, results: Sequence[Any]) -> bool:
         """Whether `results` are all that the run needs."""
@@ -72,12 +78,12 @@ class RestartPolicy(Protocol):
         Called when all workers have exited.
 
         Raises:
-            RunFailed: the others continue a training loop that a worker has left.
+            RunFailed: other workers continue a training loop that a worker of this launcher has left.
         """
 
 
 class NoRestart:
-    """No worker is replaced, and every worker has to return."""
+    """The policy of a run that is not elastic: every worker has to return, and the first failure fails the run."""
 
     stop_signal = STOP
 
@@ -116,35 +122,38 @@ class ProcessObserver(Protocol):
     """Reports the launcher's processes to the coordinator, and knows the run's steps.
 
     Attributes:
-        step_count: steps of all workers of the run, of any launcher, as last received.
+        step_count: steps that workers of any launcher have taken in the run, as last received.
     """
 
     @property
     def step_count(self) -> StepCount: ...
     def fetch_step_count(self) -> StepCount:
-        """Ask for the newest `step_count`, which may take seconds; survivors of a loss have reported their steps."""
+        """Ask for the newest `step_count`, which may take seconds. It includes the steps of survivors of a loss."""
 
     def others_continue(self, without: Set[str]) -> bool:
-        """Whether other workers take a step without these, which have exited; may take seconds."""
+        """Whether other workers take a step without the workers `without`, which have exited; may take seconds."""
 
     def process_started(self, worker: str, pid: int) -> None: ...
     def process_exited(self, worker: str) -> None: ...
 
 
 class RestartFailed:
-    """Replaces a failed worker; None means that a worker has left, and the first other result ends the run.
+    """The policy of an elastic run: a worker whose process exits without a result is replaced, up to a limit.
 
-    The run fails, with a reason, after three failures in a row in one slot, or twice as many as there are slots, with
-    no step between them. Any step counts, also a local step, and one that was lost again. Where all steps were lost
-    again, the limit is ten failures in one slot.
+    A worker that returns None has left the run, and is not replaced. The first result other than None ends the run.
 
-    Where other workers take steps meanwhile, the interval between starts in one slot grows: the third process starts
-    one second after the second at the earliest, the fourth two seconds after the third, and so on.
+    The run fails after three losses in one slot, or ``max(3, 2 * slots)`` losses in all slots together, without a step
+    between them. Any step counts, also a local step, and a step that is rolled back later. The run also fails after
+    ten losses in one slot if no step between them exceeded the furthest step before them.
+
+    If processes of one slot live for less than 30 s, the interval between their starts grows. The third process starts
+    at least 1 s after the second, the fourth at least 2 s after the third, and so on, doubling up to 60 s. A process
+    that lives for 30 s or longer ends this sequence.
 
     Args:
         slots: number of processes at a time.
         observer: notified of each process that has started or exited, by its name.
-        prefix: of all names.
+        prefix: what the names of all processes of this launcher begin with.
     """
 
     stop_signal = STOP_ALL
@@ -152,10 +161,10 @@ class RestartFailed:
     def __init__(self, slots: int, observer: ProcessObserver, prefix: str = "") -> None:
         self._slots, self._observer, self._prefix = slots, observer, prefix
         self._starts: Counter[int] = Counter()
-        self._short_lifetimes: Counter[int] = Counter()  # in a row
+        self._short_lifetimes: Counter[int] = Counter()  # by slot: how many processes in a row lived for a short time
         self._step_count = StepCount()
-        self._without_step: list[Failure] = []  # since the last step
-        self._without_progress: list[Failure] = []  # since a step beyond all before
+        self._without_step: list[Failure] = []  # failures since the last step
+        self._without_progress: list[Failure] = []  # failures since the last step beyond all earlier ones
 
     def next_name(self, slot: int) -> str:
         """See `RestartPolicy`."""
@@ -214,7 +223,8 @@ class RestartFailed:
     def _worker_refused(self, failure: Failure, others: int) -> RestartVerdict:
         """Decide about a worker whose task, code or data differs from that of the others.
 
-        A first process fails the run. A replacement found files that have changed since, and the others may continue.
+        If the worker is the first process of its slot, the run fails. A replacement has found files that were changed
+        after the start of the run: then the others may continue.
         """
         if self._starts[failure.rank] == 1 or not others:
             return RestartVerdict(failure=failure)
@@ -230,14 +240,14 @@ class RestartFailed:
         self._step_count = StepCount(count.taken, max(count.furthest, self._step_count.furthest))
 
     def _exceeded_limit(self, slot: int) -> Failure | None:
-        """The failure of the run, if too many workers have failed in a row."""
+        """The failure of the run, if a limit on failures is reached; else None."""
         if self._find_exceeded(slot) is None:
             return None
         self._update_steps(self._observer.fetch_step_count())  # the known count may be some seconds old
         return self._find_exceeded(slot)
 
     def _find_exceeded(self, slot: int) -> Failure | None:
-        """The first of more failures than a limit allows, with the limit in its reason."""
+        """The first of the failures that reach a limit, with the limit in its reason; None if no limit is reached."""
         here, max_in_all = _of_slot(slot, self._without_step), max(2 * self._slots, _MAX_WITHOUT_STEP)
         if len(here) >= _MAX_WITHOUT_STEP:
             return _with_limit(here, f"of worker {slot} were lost in a row {WITHOUT_STEP}")
@@ -253,7 +263,7 @@ class RestartFailed:
         return f"{self._prefix}{slot}" + (f".{start}" if start > 1 else "")
 
     def _interval_seconds(self, slot: int) -> float:
-        """Between the start of the process that has exited in `slot`, and the start of the next."""
+        """The least time from the start of the process that has exited in `slot` to the start of the next one."""
         short = self._short_lifetimes[slot]
         return _RESTART_INTERVAL.seconds(short - 2) if short > 1 else 0.0
 
@@ -261,7 +271,7 @@ class RestartFailed:
 class JoinedLauncher(RestartFailed):
     """As `RestartFailed`, for a launcher that has joined a run.
 
-    Other launchers may continue the run without its workers. They leave when it is asked to end.
+    When this launcher is asked to end, its workers leave the run, which other launchers may continue without them.
     """
 
     stop_signal = STOP
@@ -272,17 +282,17 @@ class JoinedLauncher(RestartFailed):
 
 
 class IndependentExit:
-    """As `policy`, for scripts: after the training loop, each worker continues and exits by itself.
+    """The policy for scripts with a training loop of their own: after the loop, each worker exits by itself.
 
-    Once the loop has ended, no worker is replaced, because no worker could send it the state. When every worker that
-    has completed the loop has exited, the launcher does not wait for the rest, which are frozen or joined too late. A
-    script that exits inside the loop ends the loop for all: the run fails if the others take a step without that
-    worker.
+    Inside the loop, `policy` decides. Once the loop has ended, no worker is replaced, because no worker could send the
+    state to the replacement. When every worker that has completed the loop has exited, the launcher does not wait for
+    the rest, which are frozen or joined too late. A script that exits inside the loop should end the loop for all: the
+    run fails if the others take a step without that worker.
 
     Args:
-        policy: decides about workers in the loop.
-        initial: slots whose first processes form the first group. Until each of them has entered the loop, the others
-            need it, and it cannot be replaced.
+        policy: decides about workers inside the loop.
+        initial: slots whose first processes form the first group. Until all of these processes have entered the loop,
+            they need each other, and none can be replaced.
     """
 
     def __init__(self, policy: RestartFailed, initial: Iterable[int] = ()) -> None:
@@ -290,9 +300,9 @@ class IndependentExit:
         self._before_loop = set(initial)
         self._in_loop: set[int] = set()
         self._past_loop: set[int] = set()
-        self._exited_in_loop: dict[int, str] = {}  # and how
+        self._exited_in_loop: dict[int, str] = {}  # by slot: how its script exited inside the loop
         self._names: dict[int, str] = {}
-        self._all_names: set[str] = set()  # of this launcher so far
+        self._all_names: set[str] = set()  # the names of all processes of this launcher so far
         self._loop_ended = False
         self.stop_signal = policy.stop_signal
 
@@ -357,7 +367,7 @@ class IndependentExit:
         return self._policy.incomplete_reason(results)
 
     def _exited_in_loop_of(self, members: Sequence[str]) -> Failure | None:
-        """Why a step of `members` fails the run: a script exited inside the loop that they continue."""
+        """The failure of the run if `members` took a step after a script exited inside the loop; else None."""
         for slot, how in self._exited_in_loop.items():
             if self._names[slot] not in members:
                 reason = self._exit_reason(slot, how)
@@ -379,7 +389,7 @@ def _of_slot(slot: int, failures: Sequence[Failure]) -> list[Failure]:
 
 
 def _with_limit(failures: Sequence[Failure], words: str) -> Failure:
-    """The first of `failures`, as many as the limit is, with the limit in its reason."""
+    """The first of `failures`, whose number is the limit, with the limit in its reason."""
     first = failures[0]
     return replace(first, reason=f"{first.reason}; {len(failures)} processes {words} (the limit is {len(failures)})")
 
@@ -389,4 +399,6 @@ def _was(reason: str) -> str:
 
 
 def _others_go_on(others: int) -> str:
-    return f"{others} continue" if others > 1 else "1 continues" if others else "no worker of this host continues"
+    if not others:
+        return "no worker of this host continues"
+    return f"{others} workers continue" if others > 1 else "1 worker continues"

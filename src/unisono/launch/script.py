@@ -38,22 +38,22 @@ def launch_script(
 ) -> bool:
     """Run the script at `path` in every worker; see `launch`.
 
-    Returns whether the script has finished in any worker. It has in all workers that did not leave before.
+    Returns whether the script has finished in any worker. If so, it has finished in all workers that have not left.
 
     Args:
-        elastic: workers may join and leave while the script is in its distributed training loop.
+        elastic: if given, workers may join and leave while the script is in its distributed training loop.
 
     Raises:
-        InvalidInput: there is no such file.
-        ScriptExited: the script called ``sys.exit`` with something else than 0, in the first worker that failed.
-        WorkerFailed, Interrupted: as `launch`.
+        InvalidInput: there is no file at `path`.
+        ScriptExited: the script called ``sys.exit`` with something other than 0, in the first worker that failed.
+        WorkerFailed, Interrupted: as for `launch`.
     """
     if not path.is_file():
         raise InvalidInput("script", str(path), "there is no such file", "give the path of a Python script")
     target = f"{__name__}:{run_script.__name__}"
     contact = elastic.contact if elastic else None
     with TorchStore() as store:
-        # init_process_group() needs ranks that are unique in the run; those of a launcher that joins are its own.
+        # init_process_group() needs ranks that are unique in the run; a launcher that joins counts its own from 0.
         port = None if elastic and elastic.coordinator is None else store.port
         target_arguments = (str(path.absolute()), list(arguments), str(path), contact, port)
         results = launch(
@@ -78,11 +78,16 @@ def run_script(
 ) -> bool | None:
     """The worker's target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``.
 
-    Sets torchrun's environment variables where torch's store is served at `port`. A request to stop raises
-    KeyboardInterrupt in a script that does not handle the signal. Returns `FINISHED`, or None in a worker that has left
-    the run before its end.
+    If `port` is given, torch's store is served there, and torchrun's environment variables are set. A request to stop
+    raises KeyboardInterrupt in a script that does not handle the signal. Returns `FINISHED`, or None in a worker that
+    has left the run before its end.
+
+    Args:
+        shown: the script's path as the user wrote it.
+        contact: the address of the coordinator in an elastic run; else None.
+        port: the port of torch's store on this host; None: it is not served.
     """
-    worker.stop.close()  # the script does not poll it
+    worker.stop.close()  # the script does not poll this request
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if port is not None:
         os.environ.update(worker.identity.torch_environ(port))
@@ -107,7 +112,7 @@ def run_script(
 def _report_exit(worker: WorkerContext, text: str) -> None:
     """Report that the script has exited.
 
-    The launcher sees from the next steps of the others whether the run is over.
+    From the next steps of the other workers, the launcher then sees whether the run is over.
     """
     worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
 
@@ -117,8 +122,8 @@ class ElasticContext:
     """What a script's process needs to take part in an elastic run.
 
     Args:
-        worker: context of this worker.
-        contact: address of the coordinator.
+        worker: the context of this worker.
+        contact: the address of the coordinator.
     """
 
     worker: WorkerContext
@@ -126,7 +131,7 @@ class ElasticContext:
 
     @property
     def first(self) -> bool:
-        """Whether the run began with this process: its name is then its rank."""
+        """Whether this process was there when the run began; its name is then its rank."""
         return self.worker.name == str(self.worker.identity.rank)
 
     def leave_when_asked(self) -> None:
@@ -144,10 +149,7 @@ class ElasticContext:
 
 
 def take_elastic_context() -> ElasticContext | None:
-    """Return the context of this process; a second call returns None.
-
-    A process takes part in one run only.
-    """
+    """Return the context of this process; a second call returns None, as a process takes part in one run only."""
     context = _ELASTIC_CONTEXT.get()
     _ELASTIC_CONTEXT.set(None)
     return context

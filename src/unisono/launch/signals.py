@@ -1,4 +1,4 @@
-"""Signals to the launcher, as a descriptor that an event loop can wait for."""
+"""Receives signals to the launcher through a descriptor that an event loop can wait for."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def expand(field: str, text: str) -> tuple[str, ...]:
     """Expand a bracketed list of hosts: ``n[1-2,07],login`` is ``n1, n2, n07, login``.
 
     Args:
-        field: the environment variable that `text` is from, for the error.
+        field: the environment variable whose value `text` is, for the error.
         text: names separated by commas, each with any number of ``[low-high,…]`` parts.
 
     Raises:

@@ -16,13 +16,13 @@ class StopRequest:
     """What signals have asked this process to do at the next step boundary.
 
     Args:
-        leaves: SIGTERM asks this worker to leave, and SIGUSR1 asks all workers to stop. Otherwise SIGTERM, SIGHUP and
-            SIGINT ask to stop, unless they are ignored. A second SIGINT then has the effect that it had before
-            `listen`.
+        leaves: whether this worker can leave. If so, SIGTERM asks it to leave, and SIGUSR1 asks all workers to stop.
+            Otherwise SIGTERM, SIGHUP and SIGINT ask to stop, unless they are ignored. A second SIGINT then has the
+            effect that it had before `listen`.
 
     Attributes:
-        requested: all workers are to stop.
-        leaving: this worker is to leave, and the others continue.
+        requested: whether all workers are to stop.
+        leaving: whether this worker is to leave, while the others continue.
     """
 
     def __init__(self, leaves: bool = False) -> None:
@@ -36,7 +36,7 @@ class StopRequest:
         for number, handler in self._handlers.items():
             previous = signal.getsignal(number)
             if previous not in (signal.SIG_IGN, handler):
-                self._previous[number] = previous or signal.SIG_DFL  # None: not set by Python
+                self._previous[number] = previous or signal.SIG_DFL  # None: the handler was not set by Python
                 signal.signal(number, handler)
         return self
 
@@ -59,9 +59,9 @@ class Interrupted(UnisonoError):
     """The run was asked to stop before it was complete, by Ctrl-C, SIGTERM or a closed terminal.
 
     Args:
-        number: of the signal.
+        number: the number of the signal.
         results: results of the workers by rank, if all of them stopped at a step boundary; otherwise empty.
-        words: progress of the run; empty if it is not known.
+        words: the progress of the run as text; empty if it is not known.
     """
 
     def __init__(self, number: int, results: Sequence[Any] = (), words: str = "") -> None:

@@ -5,8 +5,8 @@
        └────── the run is complete, some workers still run ────► FINISHING ── time is up, a signal ─────┴─► KILLING
 
 STOPPING begins with a request to all workers to stop, KILLING with SIGKILL. Every phase may end because all workers
-have exited. A terminal that is closed sends several SIGHUP, so a second SIGHUP does not count as a second signal. While
-RUNNING, a `RestartPolicy` decides what the exit of a worker means.
+have exited. A terminal that is closed sends several SIGHUP, so a second SIGHUP does not count as a second signal. In
+the phase RUNNING, a `RestartPolicy` decides what the exit of a worker means.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from unisono.launch.worker_main import WorkerSpec
 from unisono.system import process
 from unisono.system.exit_status import describe_exit
 
-_CAUSE_SECONDS = 2.0  # that a cause may be reported later than its consequence
-_STOP_SECONDS = 3.0  # between a request to stop and SIGKILL after a failure
-_FINISH_SECONDS = 10.0  # that workers may run after the run is complete
-_SECOND_SIGNAL_SECONDS = 0.5  # apart, to count as two: timeout(1) and others send theirs twice at once
-_KILL_SECONDS = 10.0  # until the exit of a killed process must have been reported
+_CAUSE_SECONDS = 2.0  # how much later than its consequence a cause may be reported
+_STOP_SECONDS = 3.0  # from a request to stop until SIGKILL, after a failure
+_FINISH_SECONDS = 10.0  # how long workers may run after the run is complete
+_SECOND_SIGNAL_SECONDS = 0.5  # signals closer than this count as one: timeout(1) and others send one twice at once
+_KILL_SECONDS = 10.0  # from SIGKILL until the exit of the process must have been reported
 
 OnMessage = Callable[[int, Mapping[str, Any]], None]
 
@@ -66,12 +66,12 @@ class WorkerSupervisor:
 
     Args:
         server: forks the workers.
-        inbox: signals to this process.
-        event_sources: served by the same loop.
-        on_message: called with the rank of a worker and a message that it reported.
+        inbox: receives signals to this process.
+        event_sources: further sources of events, which the same loop serves.
+        on_message: called with the rank of a worker and a message that the worker reported.
         stop_seconds: see `LaunchOptions`.
-        policy: decides what the exit of a worker means.
-        terminal: descriptors for the worker whose spec has a `terminal`.
+        policy: decides what the exit of a worker means; None: `NoRestart`.
+        terminal: descriptors of the terminal, for the worker whose spec has a `terminal`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerSupervisor:
         self._selector.register(inbox, selectors.EVENT_READ, self._handle_signals)
         for source in event_sources:
             self._selector.register(source, selectors.EVENT_READ, source.on_readable)
-        self._workers: list[WorkerHandle] = []  # the latest of each slot
+        self._workers: list[WorkerHandle] = []  # the latest worker of each slot
         self._restarts: dict[int, float] = {}  # by slot: when its next process is started
         self._failures: list[Failure] = []
         self._signal: int | None = None
@@ -102,7 +102,7 @@ class WorkerSupervisor:
         self._last_step = 0
 
     def run(self, specs: Sequence[WorkerSpec], payload: int) -> list[Any]:
-        """Run one worker per spec, and return their results by rank; raises as `launch`.
+        """Run one worker for each of `specs`, and return their results by rank; raises the errors of `launch`.
 
         Args:
             payload: descriptor of the pickled arguments.
@@ -201,11 +201,11 @@ class WorkerSupervisor:
                 self._on_message(0, {"kind": "notice", "text": event["notice"]})
             elif "server_status" in event:
                 status, output = self._server.exit_report()
-                raise WorkerFailed(0, f"lost with the fork server, which was {describe_exit(status)}", output)
+                raise WorkerFailed(0, f"the fork server was lost before it was ready: {describe_exit(status)}", output)
 
     def _handle_exit(self, worker: WorkerHandle, status: int) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while not worker.disconnected:  # its last messages come first
+            while not worker.disconnected:  # the worker's last messages are handled before its exit
                 self._receive(worker)
         self._disconnect(worker)
         worker.exited = True
@@ -266,7 +266,7 @@ class WorkerSupervisor:
             self._enter(_SupervisorPhase.KILLING, _KILL_SECONDS)
         else:
             rank = next(worker.rank for worker in self._workers if not worker.exited)
-            raise WorkerFailed(rank, f"still running {_KILL_SECONDS} s after SIGKILL")
+            raise WorkerFailed(rank, f"its process still runs {_KILL_SECONDS:g} s after SIGKILL")
 
     def _enter(self, phase: _SupervisorPhase, seconds: float) -> None:
         self._phase, self._deadline_seconds = phase, time.monotonic() + seconds
@@ -275,7 +275,7 @@ class WorkerSupervisor:
             self._signal_phase(worker)
 
     def _signal_phase(self, worker: WorkerHandle) -> None:
-        """Send `worker` the signal of the current phase; called again for a process that starts later."""
+        """Send `worker` the signal of the current phase; also called for a process that starts within the phase."""
         if worker.pid is None or worker.exited:
             return
         if self._phase is _SupervisorPhase.STOPPING:
@@ -291,7 +291,7 @@ class WorkerSupervisor:
     def _outcome(self) -> list[Any]:
         exits = {worker.rank: worker.script_exit for worker in self._workers if worker.script_exit}
         cause = first_cause(self._failures, exits).error() if self._failures else None
-        if isinstance(cause, InvalidInput) and self._last_step:  # of a worker that joined later
+        if isinstance(cause, InvalidInput) and self._last_step:  # raised by a worker that joined later
             cause = RunFailed(f"after {self._last_step} step{'s' * (self._last_step != 1)}: {cause}")
         results = [worker.result for worker in self._workers]
         if self._signal is not None:

@@ -23,9 +23,9 @@ _POLL_SECONDS = 0.2
 
 
 def terminal_descriptors() -> list[int]:
-    """Descriptors of the launcher's input and output; empty if it has no input.
+    """Descriptors of the launcher's input and output; empty if the launcher has no input.
 
-    The output is a terminal, if one of its output streams is.
+    The output is a terminal if one of the launcher's output streams is a terminal.
     """
     try:
         os.fstat(0)
@@ -50,7 +50,7 @@ def attach_terminal(group: int, descriptors: list[int], pause: Callable[[], None
 
 
 def refuse_breakpoint(rank: int) -> None:
-    """Let ``breakpoint()`` raise an error that names the option: this worker has no terminal."""
+    """Let ``breakpoint()`` raise an error that names the option by which this worker would have a terminal."""
 
     def hook(*_: Any, **__: Any) -> None:
         if os.environ.get("PYTHONBREAKPOINT") != "0":
@@ -67,8 +67,8 @@ class _Breakpoint:
 
     Args:
         input, output: the terminal.
-        pause: stops the launcher's output to it.
-        descriptor: of the terminal.
+        pause: stops the launcher's output to the terminal.
+        descriptor: a descriptor of the terminal.
         group: the launcher's process group.
     """
 
@@ -89,7 +89,7 @@ class _Breakpoint:
         from pdb import Pdb
 
         class Debugger(Pdb):
-            """In the foreground while it shows a prompt; the launcher handles Ctrl-C while the program runs."""
+            """pdb in the foreground while it shows a prompt; the launcher handles Ctrl-C while the program runs."""
 
             def interaction(debugger, *arguments: Any) -> None:
                 with _in_foreground(self.descriptor, self.group), _interruptible():
@@ -99,7 +99,7 @@ class _Breakpoint:
 
 
 class _Foreground(io.FileIO):
-    """A file, which is read in the foreground if it is a terminal."""
+    """A file that this process reads in the foreground if the file is a terminal."""
 
     def __init__(self, number: int, group: int) -> None:
         super().__init__(number, "rb", closefd=False)
@@ -112,12 +112,12 @@ class _Foreground(io.FileIO):
 
 @contextlib.contextmanager
 def _in_foreground(descriptor: int, launcher: int) -> Iterator[None]:
-    """Make this process group the foreground group, as soon as the launcher's is in the foreground."""
+    """A context in which this process group is the foreground group; waits until the launcher's group is it."""
     own = os.getpgrp()
     try:
         while (foreground := os.tcgetpgrp(descriptor)) not in (launcher, own):
             time.sleep(_POLL_SECONDS)
-    except OSError:  # a pipe, a file
+    except OSError:  # the descriptor is a pipe or a file
         foreground = own
     if foreground == own:
         yield
@@ -130,7 +130,7 @@ def _in_foreground(descriptor: int, launcher: int) -> Iterator[None]:
 
 
 def _set_foreground(descriptor: int, group: int) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # it would stop a background process
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # this signal would stop the process
     try:
         os.tcsetpgrp(descriptor, group)
     finally:
@@ -139,7 +139,7 @@ def _set_foreground(descriptor: int, group: int) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C, which a worker ignores, interrupt a read."""
+    """A context in which Ctrl-C, which a worker otherwise ignores, interrupts a read."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

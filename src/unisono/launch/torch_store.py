@@ -28,12 +28,12 @@ _BACKLOG = 1024  # workers that connect while the process starts
 
 
 class TorchStore:
-    """A store of the launcher's host; a context manager, which ends it.
+    """torch's key-value store, served on the launcher's host; a context manager, which ends the store.
 
-    The kernel kills the process if the thread that called `on_readable` ends.
+    The kernel kills the process that serves the store if the thread that called `on_readable` ends.
 
     Attributes:
-        port: of the loopback address.
+        port: the store's port on the loopback address.
     """
 
     def __init__(self, name: str = "unisono") -> None:
@@ -49,7 +49,7 @@ class TorchStore:
         return self._epoll.fileno()
 
     def on_readable(self) -> None:
-        """Start the process, which inherits the socket and the pending connections."""
+        """Start the process that serves the store; it inherits the socket and the pending connections."""
         self._epoll.unregister(self._socket)
         options = {"path": sys.path, "launcher": os.getpid(), "name": self._name, "port": self.port}
         self._process = subprocess.Popen(

@@ -12,23 +12,23 @@ from typing import Any
 from unisono.errors import WorkerFailed
 from unisono.launch.worker_main import WorkerSpec
 
-_MAX_LINE_BYTES = 1 << 26  # of one message
+_MAX_LINE_BYTES = 1 << 26  # the size of one message, at most
 _RECEIVE_BYTES = 1 << 16
 
 
 @dataclass
 class WorkerHandle:
-    """A process that the fork server was asked for.
+    """A worker process that the fork server was asked for.
 
     Attributes:
-        channel: socket by which the worker reports.
-        pid: its number, once it has started.
-        started_seconds: when it was asked for, on the monotonic clock.
-        returned: the worker has reported its `result`.
-        failed: the worker has reported its failure.
-        disconnected: the worker sends no more messages.
-        exited: the process has exited.
-        script_exit: how its script exited, if that was no failure.
+        channel: the socket by which the worker reports.
+        pid: the process's number; None until it has started.
+        started_seconds: when the fork server was asked for the process, on the monotonic clock.
+        returned: whether the worker has reported its `result`.
+        failed: whether the worker has reported its failure.
+        disconnected: whether the worker sends no more messages.
+        exited: whether the process has exited.
+        script_exit: how the worker's script exited, if that was not a failure; else empty.
     """
 
     spec: WorkerSpec
@@ -45,15 +45,15 @@ class WorkerHandle:
 
     @property
     def rank(self) -> int:
-        """Rank, and slot at the launcher."""
+        """The worker's rank, which is also its slot at the launcher."""
         return self.spec.rank
 
     def receive(self) -> list[Mapping[str, Any]] | None:
-        """Messages that have arrived; None if the worker has closed the channel.
+        """The messages that have arrived; None if the worker has closed the channel.
 
         Raises:
             WorkerFailed: a message is too long.
-            OSError: no message has arrived, or the channel is broken.
+            OSError: nothing has arrived, or the channel is broken.
         """
         chunk = self.channel.recv(_RECEIVE_BYTES)
         if not chunk:

@@ -36,11 +36,11 @@ class WorkerSpec:
     """What the launcher asks of one worker.
 
     Args:
-        rank: of the worker.
+        rank: the worker's rank.
         size: number of workers.
-        target: ``module:function``.
+        target: ``module:function``, which the worker calls.
         log: path of the file that receives the worker's output.
-        threads: compute threads.
+        threads: number of compute threads.
         name: first word of the names of the run's processes in ``ps``.
         path: the launcher's ``sys.path``.
         directory: the launcher's working directory.
@@ -71,7 +71,7 @@ class ReportChannel:
         self.send("message", message)
 
     def send_and_wait(self, message: Mapping[str, Any]) -> None:
-        """As a call, and return when the launcher has handled the message."""
+        """Send `message` as `__call__` does, and return when the launcher has handled it."""
         self(message)
         self._channel.recv(1)
 
@@ -83,7 +83,7 @@ class ReportChannel:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """First argument of a target.
+    """What a target receives as its first argument: which worker runs it, and how to reach the launcher.
 
     Args:
         identity: rank of this worker, number of workers, and their rendezvous.
@@ -118,7 +118,7 @@ def main(spec: WorkerSpec, rendezvous: str, channel: int, payload: int, *termina
         worker = WorkerContext(identity, report, StopRequest(leaves=bool(spec.worker)).listen(), spec.worker)
         report.send("result", _call(_resolve(spec.target), worker, _arguments(payload)))
         status = 0
-    except BaseException as error:  # whatever it is, the launcher reports it
+    except BaseException as error:  # the launcher reports every error
         _print_error(error)
         report.send("failure", failure_fields(error))
         status = 1
@@ -190,7 +190,7 @@ def _print_error(error: BaseException) -> None:
 
 
 def failure_fields(error: BaseException) -> dict[str, Any]:
-    """Fields of the `Failure` that `error` is, except the rank."""
+    """Fields of the `Failure` that describes `error`, except the rank."""
     fields: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
     if isinstance(error, SystemExit):
         code = error.code
