@@ -22,15 +22,19 @@ def test_a_run_is_equal_to_itself() -> None:
 @pytest.mark.parametrize(
     ("changed", "row", "words"),
     [
-        ({"steps": 3, "losses": {1: [0.5], 2: [0.25], 3: [0.1]}}, "steps", "2 and 3"),
-        ({"samples": 9}, "samples", "8 and 9"),
-        ({"used": {1: {3: 1, 4: 2}, 2: {5: 1}}}, "samples", "step 1 used sample 4 1 and 2 times"),
-        ({"used": {1: {3: 1, 4: 1}}}, "samples", "step 2 used sample 5 1 and 0 times"),
-        ({"losses": {1: [0.5], 2: [0.26]}}, "losses", "step 2: 0.25, and 0.26 with faults"),
-        ({"losses": {1: [0.5]}}, "losses", "step 2: 0.25, and none with faults"),
-        ({"losses": {1: [0.5, 0.6], 2: [0.25]}}, "losses", "step 1: 0.5, and 0.5 and 0.6 with faults"),
-        ({"metrics": {"accuracy": 0.5}}, "metrics", "accuracy 0.75 and accuracy 0.5"),
-        ({"weights": "cd" * 32}, "weights", f"{'ab' * 32} and {'cd' * 32}"),
+        ({"steps": 3, "losses": {1: [0.5], 2: [0.25], 3: [0.1]}}, "steps", "2 without faults, 3 with faults"),
+        ({"samples": 9}, "samples", "8 without faults, 9 with faults"),
+        (
+            {"used": {1: {3: 1, 4: 2}, 2: {5: 1}}},
+            "samples",
+            "step 1 used sample 4: 1 times without faults, 2 times with faults",
+        ),
+        ({"used": {1: {3: 1, 4: 1}}}, "samples", "step 2 used sample 5: 1 times without faults, 0 times with faults"),
+        ({"losses": {1: [0.5], 2: [0.26]}}, "losses", "step 2: 0.25 without faults, 0.26 with faults"),
+        ({"losses": {1: [0.5]}}, "losses", "step 2: 0.25 without faults, none with faults"),
+        ({"losses": {1: [0.5, 0.6], 2: [0.25]}}, "losses", "step 1: 0.5 without faults, 0.5 and 0.6 with faults"),
+        ({"metrics": {"accuracy": 0.5}}, "metrics", "accuracy 0.75 without faults, accuracy 0.5 with faults"),
+        ({"weights": "cd" * 32}, "weights", f"{'ab' * 32} without faults, {'cd' * 32} with faults"),
     ],
 )
 def test_a_difference_is_named(changed: dict[str, Any], row: str, words: str) -> None:

@@ -70,8 +70,11 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
             "it starts a coordinator for each run; leave out the options about the coordinator",
         ),
         ("--virtual --resume --run-dir here", "resume = True: chaos chooses the directory of each run"),
-        ("--virtual --no-elastic", "workers of such a run cannot join or leave"),
-        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot join or leave"),
+        ("--virtual --no-elastic", "workers of a run with these settings cannot join or leave"),
+        (
+            "--virtual --sync ParameterServer() --compress Cast()",
+            "workers of a run with these settings cannot join or leave",
+        ),
         ("--virtual --workers 1", "use two workers or more"),
     ],
 )

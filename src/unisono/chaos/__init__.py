@@ -1,1 +1,1 @@
-"""Runs a training with injected faults and one without, and compares both."""
+"""Runs a training without faults and again with injected faults, and compares both runs."""

@@ -1,4 +1,4 @@
-"""The processes of an `unisono` command, found by their process titles."""
+"""Starts an `unisono` command, and finds its processes by their titles."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Command:
     """An ``unisono`` command as the leader of a session. It is killed when this process exits.
 
     Args:
-        log: receives its output.
-        before: a command prefix that selects where it runs.
+        words: the arguments of the command.
+        log: the file that receives the command's output.
+        before: words before the command, such as ``ip netns exec NAME``, that select where it runs.
     """
 
     def __init__(self, words: Sequence[str], log: Path, before: Sequence[str] = ()) -> None:
@@ -35,17 +36,17 @@ class Command:
         self._workers: dict[str, int] = {}
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the command; whether it has ended."""
+        """Wait up to `seconds` for the command to end; returns whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
 
     def output(self) -> str:
-        """All of its output."""
+        """The command's output so far."""
         return self.log.read_text(errors="replace")
 
     def worker(self, name: str) -> int | None:
-        """The process ID of the worker of that name; None if it is not, or not yet, one of this command."""
+        """The process ID of the worker `name`; None if this command has not, or not yet, started such a worker."""
         if name not in self._workers:
             self._workers |= self.workers()
         return self._workers.get(name)
@@ -55,7 +56,7 @@ class Command:
         return {title.removeprefix(_WORKER): pid for pid, title in self._all() if title.startswith(_WORKER)}
 
     def coordinator(self) -> int | None:
-        """The process ID of the current coordinator."""
+        """The process ID of the current coordinator; None if there is none."""
         return next((pid for pid, title in self._all() if title == _COORDINATOR), None)
 
     def end(self) -> None:
@@ -69,7 +70,7 @@ class Command:
     def _all(self) -> Iterator[tuple[int, str]]:
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and _session(entry) == self.process.pid:
-                with suppress(OSError):  # it has ended just now
+                with suppress(OSError):  # the process has ended just now
                     yield int(entry.name), (entry / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
 
 

@@ -21,10 +21,12 @@ class FaultRecord:
     """One injected fault.
 
     Args:
-        at_seconds: since the start of the run.
-        step: the number of steps taken before it.
-        victim: the worker's name; empty without one.
-        words: a description.
+        at_seconds: when the fault was injected, in seconds since the start of the run.
+        step: the number of steps taken before the fault.
+        kind: the kind of the fault.
+        moment: the activity of the run during which the fault was injected.
+        victim: the name of the worker that was hit; empty if the fault hits no worker.
+        words: the fault as a sentence.
     """
 
     at_seconds: float
@@ -36,7 +38,7 @@ class FaultRecord:
 
     @staticmethod
     def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> FaultRecord:
-        """The record of `strike`, with further text."""
+        """The record of `strike`; the text `more` is appended to the sentence."""
         what = _describe(strike.fault, strike.victim)
         when = f" {strike.moment.value}" if strike.moment.value else ""
         words = f"{what}{when}" + (f": {more}" if more else "")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_EARLIEST, _LATEST = 0.05, 0.8  # share of a run in which faults begin, so that their effects fall within it
+_EARLIEST, _LATEST = 0.05, 0.8  # the part of a run in which faults begin, so that their effects fall within the run
 _LATEST_JOIN = 0.4  # a later worker would join after the end
 _LEAST_SECONDS, _MOST_SECONDS = 0.5, 3.0  # durations of temporary faults
 
@@ -37,9 +37,10 @@ class Fault:
     """One fault.
 
     Args:
-        after: the share of the run's steps before it, 0 to 1.
+        after: the share of the run's steps, 0 to 1, after which the fault is injected.
+        moment: the activity of the run for which the fault then waits.
         whom: 0 to 1; selects one of the possible victims.
-        seconds: the duration of a temporary fault; of a permanent one, the time until a replacement starts.
+        seconds: the duration of a temporary fault; for a permanent fault, the time until a replacement starts.
     """
 
     kind: FaultKind
@@ -51,7 +52,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultSchedule:
-    """The faults of one run, in order.
+    """The faults of one run, in the order in which they are injected.
 
     Args:
         seed: determines the schedule, together with the wanted number of faults of each kind.
@@ -61,11 +62,11 @@ class FaultSchedule:
     faults: tuple[Fault, ...]
 
     def count(self, kind: FaultKind) -> int:
-        """The number of faults of that kind."""
+        """The number of faults of this `kind`."""
         return sum(fault.kind is kind for fault in self.faults)
 
 
-_AIMS = (Moment.SAVING, Moment.TAKING, Moment.GIVING, Moment.ANY)  # of the kills, repeated in this order
+_AIMS = (Moment.SAVING, Moment.TAKING, Moment.GIVING, Moment.ANY)  # the moments of kills, used in turn
 
 
 def draw(seed: int, wanted: Mapping[FaultKind, int]) -> FaultSchedule:
@@ -83,15 +84,15 @@ def _drawn(chance: random.Random, kind: FaultKind, number: int) -> Fault:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run, as needed for the selection of victims. Workers by name.
+    """The state of a run, as far as the selection of victims needs it. Workers are given by name.
 
     Args:
-        share: of the steps that are taken, 0 to 1.
+        share: the share of the run's steps that is taken, 0 to 1.
         saving: whether a checkpoint is being written.
-        trainable: workers that train in the current view, and are reachable.
-        senders: those of them that send their state to others.
-        receivers: the workers that receive it.
-        cuttable: those trainable workers whose link can be cut.
+        trainable: workers that have the state of the current view, and are reachable.
+        senders: the trainable workers that send their state to others.
+        receivers: the workers that receive this state.
+        cuttable: the trainable workers whose link can be cut.
     """
 
     share: float
@@ -107,11 +108,11 @@ _WAITED = 0.2  # share of the run for which a fault waits for its activity
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault to be injected now.
+    """A fault that is to be injected now.
 
     Args:
-        victim: the worker's name; empty without one.
-        moment: the actual activity of the run.
+        victim: the name of the worker to hit; empty if the fault hits no worker.
+        moment: the activity of the run now, or `Moment.ANY` if the fault has stopped waiting for one.
     """
 
     fault: Fault
@@ -122,15 +123,15 @@ class Strike:
 class Pending:
     """The faults of a schedule that are not yet injected.
 
-    At least one reachable worker with the newest state always remains, as a run cannot survive the loss of all. A fault
-    that would hit the last one waits.
+    At least one reachable worker with the newest state always remains, as a run cannot survive the loss of all of them.
+    A fault that would hit the last of them waits.
     """
 
     def __init__(self, schedule: FaultSchedule) -> None:
         self.faults: Sequence[Fault] = schedule.faults
 
     def due(self, status: RunStatus) -> Iterator[Strike]:
-        """The faults to be injected now: at most one that removes a worker, as the status is outdated after it."""
+        """Yield the faults to be injected now; at most one hits a worker, as `status` is outdated after that."""
         for fault in [fault for fault in self.faults if fault.after <= status.share]:
             strike = aim(fault, status)
             if strike is None:
@@ -142,7 +143,7 @@ class Pending:
 
 
 def aim(fault: Fault, status: RunStatus) -> Strike | None:
-    """The victim of `fault`, or None if it must wait."""
+    """`fault` with its victim; None if the fault must wait."""
     if fault.kind in (FaultKind.JOIN, FaultKind.COORDINATOR):
         return Strike(fault, "", Moment.ANY)
     moment = fault.moment if status.share < fault.after + _WAITED else Moment.ANY

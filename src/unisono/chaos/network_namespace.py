@@ -13,13 +13,13 @@ from typing import Self
 
 from unisono.errors import UnisonoError
 
-_NET = int(IPv4Address("198.18.0.0"))  # for network tests, not routed (RFC 2544)
-_NETS = 1 << 15  # of four addresses each
+_NET = int(IPv4Address("198.18.0.0"))  # addresses for network tests, which are not routed (RFC 2544)
+_NETS = 1 << 15  # how many networks of four addresses there are
 _INSIDE = "eth0"
 
 
 def unavailable() -> str:
-    """Why network namespaces cannot be used here, as text; empty if they can."""
+    """Why network namespaces cannot be used here, as text; empty if they can be used."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     return "" if shutil.which("ip") else "there is no command ip"
@@ -32,7 +32,7 @@ class NetworkNamespace:
         address: the address of this host from inside the namespace.
 
     Raises:
-        UnisonoError: this machine refuses.
+        UnisonoError: the namespace cannot be made on this machine.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class NetworkNamespace:
     def __enter__(self) -> Self:
         here = f"uni{os.getpid()}"
         with suppress(UnisonoError):
-            self._remove()  # left by a killed process with the same ID
+            self._remove()  # a killed process with the same ID may have left it
         _ip("netns", "add", self._name)
         try:
             _ip("link", "add", here, "type", "veth", "peer", "name", _INSIDE, "netns", self._name)

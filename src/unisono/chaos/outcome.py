@@ -19,12 +19,12 @@ class RunOutcome:
 
     Args:
         steps: the number of steps.
-        samples: the number of samples used in them.
-        losses: of each step.
-        metrics: of the last evaluation.
-        weights: their SHA-256.
-        used: per step, how often each sample was used, where that was counted.
-        seconds: from the command to the end, where known.
+        samples: the number of samples used in these steps.
+        losses: the recorded losses of each step.
+        metrics: the metrics of the last evaluation.
+        weights: the SHA-256 of the weights.
+        used: by step, how often each sample was used; empty if that was not counted.
+        seconds: from the start of the command to the end of the run; 0 if that was not measured.
     """
 
     steps: int
@@ -38,10 +38,12 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One compared quantity, as text.
+    """One quantity of both runs, compared, as text.
 
     Args:
-        differs: a description of the first difference; empty without one.
+        name: the name of the quantity.
+        baseline, faulty: its value in the run without faults, and in the run with faults.
+        differs: a description of the first difference; empty if there is none.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Row:
 
 
 def losses(run: Path) -> Losses:
-    """All recorded losses of the run in that directory, by step."""
+    """All recorded losses of the run in the directory `run`, by step."""
     found: Losses = {}
     for event in _events(run):
         if event["event"] in ("step", "view") and event["step"] > 0:
@@ -81,7 +83,7 @@ def compare(baseline: RunOutcome, faulty: RunOutcome) -> list[Row]:
 
 
 def _row(name: str, a: str, b: str, differs: str = "") -> Row:
-    return Row(name, a, b, differs or ("" if a == b else f"{a} and {b}"))
+    return Row(name, a, b, differs or ("" if a == b else f"{a} without faults, {b} with faults"))
 
 
 def _metrics_text(metrics: Mapping[str, Any]) -> str:
@@ -93,11 +95,11 @@ def _count(found: Losses) -> str:
 
 
 def _first_difference(a: RunOutcome, b: RunOutcome) -> str:
-    """The first step whose loss is not one equal value in both runs."""
+    """The first step for which the runs have not recorded one loss each, and the same; empty if there is none."""
     for step in range(1, max(a.steps, b.steps) + 1):
         before, now = a.losses.get(step, []), b.losses.get(step, [])
         if before != now or len(now) != 1:
-            return f"step {step:,}: {_values(before)}, and {_values(now)} with faults"
+            return f"step {step:,}: {_values(before)} without faults, {_values(now)} with faults"
     return ""
 
 
@@ -110,5 +112,6 @@ def _sample_difference(a: RunOutcome, b: RunOutcome) -> str:
         before, now = a.used.get(step, {}), b.used.get(step, {})
         if before != now:
             others = sorted(n for n in {*before, *now} if before.get(n, 0) != now.get(n, 0))
-            return f"step {step:,} used sample {others[0]} {before.get(others[0], 0)} and {now.get(others[0], 0)} times"
+            times = f"{before.get(others[0], 0)} times without faults, {now.get(others[0], 0)} times with faults"
+            return f"step {step:,} used sample {others[0]}: {times}"
     return ""

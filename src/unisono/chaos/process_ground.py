@@ -26,19 +26,20 @@ from unisono.observe.event_log import FILE
 from unisono.observe.record_files import SUMMARY
 from unisono.run.spec import TaskSource
 
-_POLL_SECONDS, _SHORT_POLL_SECONDS = 0.03, 0.002  # between two polls; the latter while a fault waits for its activity
-_LEAST_SECONDS, _TIMES = 180.0, 20.0  # the timeout of a run: at least, and as a multiple of the baseline's time
-_ENDED_SECONDS = 90.0  # for joined launchers, after the end of the run; one that joins too late notices within 30
-_LINES = 12  # of a command's output that are shown
+_POLL_SECONDS, _SHORT_POLL_SECONDS = 0.03, 0.002  # between two polls; shorter while a fault waits for its activity
+_LEAST_SECONDS, _TIMES = 180.0, 20.0  # a run's timeout: the least, and as a multiple of the time of the baseline
+_ENDED_SECONDS = 90.0  # how long launchers that joined may outlast the run; one that joins too late notices within 30
+_LINES = 12  # how many lines of a command's output an error shows
 
 
 @dataclass(frozen=True)
 class ProcessGround:
-    """Executes runs, with or without faults.
+    """Executes runs on processes of this machine, with or without faults.
 
     Args:
-        settings: Config fields.
-        directory: receives the runs, and the output of their processes.
+        source: what is trained.
+        settings: fields of `Config`.
+        directory: receives the run directories, and the output of the runs' processes.
     """
 
     source: TaskSource
@@ -48,10 +49,10 @@ class ProcessGround:
     def run(
         self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
     ) -> RunOutcome:
-        """See `Ground`. The run is stored in the directory `name`.
+        """See `Ground.run`. The run directory is `name` in `directory`.
 
         Raises:
-            UnisonoError: it did not finish.
+            UnisonoError: the run did not finish.
         """
         given = self.directory / "given"
         given.mkdir(exist_ok=True)
@@ -80,7 +81,13 @@ def _outcome(run: Path, train: Command) -> RunOutcome:
 
 @dataclass
 class _FaultInjector:
-    """Injects faults into one run."""
+    """Injects the faults of `schedule` into the run of the command `train`, and records them in `injected`.
+
+    Args:
+        run: the run directory.
+        steps: the number of steps of the whole run.
+        namespace: where a worker runs whose link is cut; None if no link is cut.
+    """
 
     run: Path
     train: Command
@@ -103,13 +110,13 @@ class _FaultInjector:
         """Inject faults until the run has finished.
 
         Raises:
-            UnisonoError: it does not finish in time.
+            UnisonoError: the run, or a launcher that joined it, does not end in time.
         """
         waiting = False
         while not self.train.has_ended(_SHORT_POLL_SECONDS if waiting else _POLL_SECONDS):
             if time.monotonic() - self._started_at > most_seconds:
                 raise UnisonoError(
-                    f"not finished after {most_seconds:.0f} s, {self._step:,} steps: see {self.train.log}"
+                    f"the run has not finished after {most_seconds:.0f} s, at step {self._step:,}: see {self.train.log}"
                 )
             self._end_expired()
             self._read_events()
@@ -117,17 +124,19 @@ class _FaultInjector:
                 waiting = self._inject_due()
         for each in self._joined_commands:
             if not each.has_ended(_ENDED_SECONDS):
-                raise UnisonoError(f"a joined launcher still runs {_ENDED_SECONDS:.0f} s after the end: {each.log}")
+                raise UnisonoError(
+                    f"a launcher that joined still runs {_ENDED_SECONDS:.0f} s after the end of the run: see {each.log}"
+                )
 
     def end(self) -> None:
-        """End all joined launchers, also frozen ones."""
+        """Kill all launchers that joined and their workers, also frozen ones."""
         for each in self._joined_commands:
             each.end()
         if self._connection:
             self._connection.close()
 
     def _inject_due(self) -> bool:
-        """Inject the faults that are due; whether a fault waits for its activity."""
+        """Inject the faults that are due; returns whether a fault waits for an activity of the run."""
         share = self._step / self.steps
         waiting = [fault for fault in self._pending.faults if fault.after <= share]
         if self.namespace and not self._joined_commands and self._contact():
@@ -225,7 +234,7 @@ class _FaultInjector:
                     self._send(victim, number)
 
     def _read_events(self) -> None:
-        """Read the events that the run has recorded since."""
+        """Read the events that the run has recorded since the last call."""
         with suppress(FileNotFoundError), (self.run / FILE).open("rb") as file:
             file.seek(self._read)
             for line in file:

@@ -1,4 +1,4 @@
-"""A trial as tables for a terminal, and as JSON."""
+"""Shows a trial as tables in a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show(trial: Trial, console: Console) -> None:
 
 
 def _short(text: str) -> str:
-    """A digest's first characters; other text unchanged."""
+    """The first characters of `text` if it is a digest; other text unchanged."""
     return f"{text[:16]}…" if len(text) == _DIGEST else text
 
 

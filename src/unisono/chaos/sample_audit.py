@@ -1,4 +1,4 @@
-"""Counts the samples that a virtual run uses, where they are fetched."""
+"""Counts the samples that a virtual run uses, at the place where they are fetched."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ class Samples:
     """The samples that each worker fetched, for each step of each view."""
 
     def __init__(self) -> None:
-        self.processes: dict[int, Process] = {}  # by thread
+        self.processes: dict[int, Process] = {}  # by the identifier of its thread
         self._fetched: dict[int, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
 
     def fetch(self, numbers: Sequence[int]) -> None:
-        """Count samples for the process of the calling thread."""
+        """Count the samples `numbers` as fetched by the process of the calling thread."""
         process = self.processes[threading.get_ident()]
         self._fetched[process.agent.version.step + 1][process.view.number].update(numbers)
 
     def kept(self, steps: int) -> dict[int, dict[int, int]]:
-        """The samples of each step, from 1, that are in the final state: those of its last computation."""
+        """For each step from 1 to `steps`, how often each sample was fetched for it in the last view that computed it.
+
+        Only this last computation of a step is in the final state.
+        """
         return {step: dict(views[max(views)]) for step, views in self._fetched.items() if step <= steps}
 
 
 class SampleCount:
-    """A dataset that counts which samples are fetched."""
+    """A dataset that passes requests on to `dataset`, and counts in `samples` which samples are fetched."""
 
     def __init__(self, dataset: Any, samples: Samples) -> None:
         self._dataset, self._samples = dataset, samples

@@ -21,7 +21,7 @@ _RESERVED = ("run_dir", "resume")
 
 
 class Ground(Protocol):
-    """Executes runs."""
+    """Where runs are executed: on virtual processes, or on processes of this machine."""
 
     def run(
         self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
@@ -29,18 +29,21 @@ class Ground(Protocol):
         """Execute a run with the faults of `schedule`.
 
         Args:
-            baseline: the outcome of the run without faults; None if this is that run.
-            injected: receives the injected faults, also if the run fails.
+            name: the name of the run, which no other run has.
+            baseline: the outcome of the run without faults; None if this run is the one without faults.
+            injected: receives the records of the injected faults, also if the run fails.
         """
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with faults, compared with the baseline.
+    """A run with faults, compared with the run without faults, the baseline.
 
     Args:
+        schedule: the faults that were planned.
+        injected: the faults that were injected.
         rows: the comparison; empty if the run failed.
-        failed: why it did not finish, as text.
+        failed: why the run did not finish, as text; empty if it finished.
     """
 
     schedule: FaultSchedule
@@ -57,7 +60,7 @@ class Trial:
 def trials(
     ground: Ground, baseline: RunOutcome, seeds: Iterable[int], wanted: Mapping[FaultKind, int]
 ) -> Iterator[Trial]:
-    """One trial per seed."""
+    """Yield one trial for each of `seeds`, with the `wanted` number of faults of each kind."""
     for seed in seeds:
         schedule, injected = draw(seed, wanted), list[FaultRecord]()
         try:
@@ -69,10 +72,10 @@ def trials(
 
 
 def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind, int]) -> dict[str, Any]:
-    """The given settings, and what faults require: room for joining workers, checkpoints, a record of every step.
+    """The settings `given`, and those that faults require: room for joining workers, checkpoints, records of all steps.
 
     Raises:
-        InvalidInput: workers of such a run cannot join or leave.
+        InvalidInput: with these settings, workers of a run cannot join or leave.
     """
     for name in _RESERVED:
         if given.get(name):
@@ -81,13 +84,13 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
     config = resolve_config(task, settings)
     if config.workers < 2 or not config.recovers_from_loss:
         raise InvalidInput(
-            "task", task.name, "workers of such a run cannot join or leave",
+            "task", task.name, "workers of a run with these settings cannot join or leave",
             f"use two workers or more, elastic, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return settings if config.max_workers is not None else {**settings, "max_workers": _most(config, wanted)}
 
 
 def dependence(task: Task, settings: Mapping[str, Any]) -> str:
-    """Why the bits of such a run depend on its workers; empty if they do not."""
+    """Why the bits of a run with these settings depend on its workers; empty if they do not."""
     config = resolve_config(task, settings)
     if config.takes_local_steps:
         return "with local steps the result depends on the workers that take part: losses and weights differ"
@@ -100,7 +103,7 @@ def dependence(task: Task, settings: Mapping[str, Any]) -> str:
 
 
 def _most(config: Config, wanted: Mapping[FaultKind, int]) -> int:
-    """Room for all workers that may join, as far as each has a micro-batch."""
+    """The number of workers with all that may join, but no more than there are micro-batches in a step."""
     assert config.global_batch is not None
     assert config.micro_batch is not None
     all_of_them = config.workers + wanted.get(FaultKind.JOIN, 0) + bool(wanted.get(FaultKind.PARTITION, 0))

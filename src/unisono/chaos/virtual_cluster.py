@@ -1,5 +1,5 @@
-"""A run on virtual processes, network, coordinator and clock. Trainer and protocol are the real ones, and a seed
-determines all events.
+"""A run on virtual processes, network, coordinator and clock. Trainer and membership protocol are the real ones, and a
+seed determines all events.
 
     faults ──► processes (threads, one runs at a time) ◄── updates ── the coordinator ◄── heartbeats ── agents
                      └── a communicator of each view, on the same clock
@@ -33,12 +33,17 @@ from unisono.membership import (
     ViewFormed,
 )
 
-_MOST_SECONDS = 1e5  # of virtual time: a run that takes longer makes no progress
+_MOST_SECONDS = 1e5  # a run that takes more virtual time is taken to make no progress
 
 
 @dataclass(frozen=True)
 class VirtualNetwork:
-    """The network between agents and coordinator: delay in seconds, and the share of lost messages."""
+    """The network between agents and coordinator.
+
+    Args:
+        least_seconds, most_seconds: bounds of the delay of a message.
+        lost: the share of messages that are lost, 0 to 1.
+    """
 
     least_seconds: float = 0.001
     most_seconds: float = 0.02
@@ -46,15 +51,16 @@ class VirtualNetwork:
 
 
 class VirtualRun:
-    """Processes that train in the views of a coordinator.
+    """A run of virtual processes, which train in the views of a virtual coordinator.
 
     Args:
-        policy: of the coordinator.
+        policy: the coordinator's rules for views.
         processes: the maximum number of processes; each starts when `begin` is called for it.
-        link: of every process.
-        seed: of all random events.
-        step_seconds: the approximate time of a step, before and after it is committed.
-        most_seconds: the time after which all processes are killed, as the run makes no progress.
+        link: the link of every process.
+        network: the network between the processes' agents and the coordinator.
+        seed: determines all random events.
+        step_seconds: the most virtual time that a process computes at each `check`, and before each commit.
+        most_seconds: the virtual time after which all processes are killed, as the run makes no progress.
 
     Attributes:
         on_change: called whenever time has passed or an event has occurred; it must not raise.
@@ -78,7 +84,10 @@ class VirtualRun:
         self.over = False
 
     def run(self, run_worker: Callable[[Process], Any]) -> list[Any]:
-        """What ``run_worker(process)`` returned in each process, or raised."""
+        """Call ``run_worker(process)`` in each process; returns what each call has returned or raised.
+
+        The result is None for a process that was never started.
+        """
         results: list[Any] = [None] * len(self.processes)
 
         def run_process(number: int) -> None:
@@ -94,14 +103,14 @@ class VirtualRun:
         self.scheduler.run(run_process)
         return results
 
-    # Faults, at a time of the virtual clock.
+    # Faults, which take effect at the current time of the virtual clock.
 
     def begin(self, number: int) -> None:
         """Start process `number`."""
         self.processes[number].begin()
 
     def kill(self, number: int, *, seen: bool = True) -> None:
-        """Send SIGKILL to a process; `seen`: its launcher reports the exit."""
+        """Kill process `number`, as by SIGKILL; if `seen`, its launcher reports the exit to the coordinator."""
         process = self.processes[number]
         process.die()
         if seen:
@@ -112,22 +121,22 @@ class VirtualRun:
             )
 
     def freeze(self, number: int, seconds: float) -> None:
-        """Send SIGSTOP, and SIGCONT after `seconds`."""
+        """Freeze process `number` for `seconds`, as by SIGSTOP and SIGCONT."""
         self.processes[number].frozen_until = self.scheduler.now + seconds
 
     def cut(self, number: int, seconds: float) -> None:
-        """Drop all messages from and to the process for `seconds`; peers that wait for it get no error."""
+        """Drop all messages from and to process `number` for `seconds`; peers that wait for it get no error."""
         self.processes[number].cut_until = self.scheduler.now + seconds
 
     def kill_coordinator(self, seconds: float) -> None:
-        """Kill the coordinator. After `seconds` the next one starts, with only the stored state."""
+        """Kill the coordinator. After `seconds` the next coordinator starts, with nothing but what was saved."""
         self._coordinator = None
         self.scheduler.at(self.scheduler.now + seconds, self._start_coordinator)
 
     # Between agents and coordinator.
 
     def send(self, process: Process) -> None:
-        """Send the process's heartbeat to the coordinator, which answers."""
+        """Send the heartbeat of `process` to the coordinator, which answers with an update."""
         if not process.reachable:
             return
         if process.leave_requested:
@@ -164,7 +173,7 @@ class VirtualRun:
         self.scheduler.at(self.scheduler.now + seconds, event)
 
     def busy(self, process: Process) -> None:
-        """Let the process compute for a while, in which it may be killed or frozen."""
+        """Let the process compute for a while, during which it may be killed or frozen."""
         self.scheduler.advance(process.number, self.chance.uniform(0, self._step_seconds))
 
     def _tick(self) -> None:
@@ -204,7 +213,7 @@ class Process:
 
     @property
     def reachable(self) -> bool:
-        """Whether its agent can send and receive."""
+        """Whether the process's agent can send and receive messages."""
         now = self._run.scheduler.now
         return self.begun and not self.killed and not self.over and now >= max(self.frozen_until, self.cut_until)
 
@@ -225,11 +234,11 @@ class Process:
         self.over = True
 
     def wake(self) -> None:
-        """Make the process check again what it waits for."""
+        """Make the process check again whether what it waits for has happened."""
         self._run.scheduler.wake(self.number, self._run.scheduler.now)
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Wait until the condition holds. Raises `Lost` once the process is killed."""
+        """Wait until ``until()`` is true. Raises `Lost` once the process is killed."""
         while not until():
             if self.killed:
                 raise Lost(f"process {self.name} was killed")
@@ -370,7 +379,7 @@ class _ViewWorld(SimulatedWorld):
             self.lose(self._members.index(process), f"process {process.name} was killed")
 
     def break_off(self, process: Process) -> None:
-        """Fail all further operations of `process`."""
+        """Fail all operations of `process` in this view, those in flight and later ones."""
         self.broken_off.add(process.name)
         rank = self._members.index(process)
         for work in self.unfinished(rank):

@@ -1,4 +1,4 @@
-"""Runs on virtual processes, links, coordinator and clock: the seed determines all events."""
+"""Executes runs on virtual processes, links, coordinator and clock: the seed determines all events."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from unisono.tasks.task import Task, with_data
 _FIXED_SETTINGS = {"load": "Inline()", "threads": 1}  # no threads besides those of the virtual processes
 _LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for faults during a message
 _NETWORK = VirtualNetwork(lost=0.01)
-_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of virtual time for a run, and for each step; a tenth is typical
+_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # the most virtual time of a run, and what each step adds; a tenth is typical
 _UNKNOWN_STEPS = 1_000_000
-_READY_SECONDS = (0.1, 1.0)  # from the start of a process until it is ready
-_CHECKS_PER_VIEW = 4  # times after each change of view at which a fault may be injected
+_READY_SECONDS = (0.1, 1.0)  # bounds of the time from the start of a process until it is ready
+_CHECKS_PER_VIEW = 4  # how many times after each change of view faults may be injected
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class VirtualGround:
     """Executes virtual runs, with or without faults.
 
     Args:
-        settings: Config fields.
+        task: what is trained.
+        settings: fields of `Config`.
+        config: the complete configuration that follows from `task` and `settings`.
     """
 
     task: Task
@@ -55,17 +57,17 @@ class VirtualGround:
 
     @staticmethod
     def of(task: Task, settings: Mapping[str, Any]) -> VirtualGround:
-        """A ground with the settings of any run; those for processes of this machine are replaced."""
+        """A ground for `task` and `settings`; settings that concern processes of this machine are replaced."""
         settings = {**settings, **_FIXED_SETTINGS}
         return VirtualGround(with_data(task), settings, resolve_config(task, settings))
 
     def run(
         self, name: str, schedule: FaultSchedule, baseline: RunOutcome | None, injected: list[FaultRecord]
     ) -> RunOutcome:
-        """See `Ground`.
+        """See `Ground.run`.
 
         Raises:
-            UnisonoError: it did not finish, or workers finished with different results.
+            UnisonoError: the run did not finish, or workers finished with different results.
             Exception: what a worker raised.
         """
         with tempfile.TemporaryDirectory() as directory:
@@ -86,7 +88,7 @@ class _VirtualTrial:
 
     def __post_init__(self) -> None:
         self._config = self.ground.config
-        processes = self._config.workers + len(self.schedule.faults)  # a fault starts at most one
+        processes = self._config.workers + len(self.schedule.faults)  # a fault starts one process at most
         self.run = VirtualRun(policy_of(self._config), processes, _LINK, _NETWORK, self.schedule.seed,
                               most_seconds=_MOST_SECONDS + _MORE_SECONDS * self.steps)  # fmt: skip
         self.run.on_change, self._pending = self._inject_due, Pending(self.schedule)
@@ -100,7 +102,7 @@ class _VirtualTrial:
             self.run.begin(number)
 
     def run_worker(self, process: Process) -> Result | None:
-        """The body of one worker."""
+        """Run one worker in the virtual process `process`."""
         self._samples.processes[threading.get_ident()] = process
         size = self._config.workers
         stop = _NoSignals()
@@ -118,11 +120,15 @@ class _VirtualTrial:
                 raise result
         ended = [result for result in results if isinstance(result, Result)]
         if not ended:
-            raise UnisonoError(f"not finished after {self.run.scheduler.now:.0f} virtual seconds: {self._position()}")
+            where = self._position()
+            raise UnisonoError(f"the run has not finished after {self.run.scheduler.now:.0f} virtual seconds: {where}")
         first = ended[0]
         for other in ended:
             if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
-                raise UnisonoError(f"workers ended with {first.weights_sha256} and {other.weights_sha256}")
+                raise UnisonoError(
+                    f"workers finished with different results: {first.weights_sha256} after step {first.steps}, "
+                    f"{other.weights_sha256} after step {other.steps}"
+                )
         used = self._samples.kept(first.steps)
         return RunOutcome(first.steps, sum(map(sum, (each.values() for each in used.values()))), losses(self.path),
                        first.metrics, first.weights_sha256, used)  # fmt: skip
@@ -136,7 +142,7 @@ class _VirtualTrial:
         return max(process.agent.version.step for process in self.run.processes)
 
     def _inject_due(self) -> None:
-        """Inject the faults that are due, after a change or some time."""
+        """Inject the faults that are due; called after each change, and several times after a new view."""
         if len(self.run.formed) > self._checked_views:
             self._checked_views = len(self.run.formed)
             for _ in range(_CHECKS_PER_VIEW):
@@ -153,7 +159,7 @@ class _VirtualTrial:
         works = {p.name for p in members if p.agent.working and p.agent.view.number == view.number}
         able = tuple(p.name for p in members if p.reachable and (p.name in works or p.name in view.sources))
         takers = tuple(p.name for p in members if p.reachable and view.sources and p.name not in able)
-        # A checkpoint is taken at a step's boundary, and committed at the next.
+        # A checkpoint is taken at the boundary of a step, and committed at the next boundary.
         saving = bool(every and step and step % every == 0)
         givers = tuple(name for name in able if name in view.sources)
         return RunStatus(step / self.steps, saving, able, givers, takers, cuttable=able)
@@ -178,7 +184,7 @@ class _VirtualTrial:
         self.injected.append(FaultRecord.of(strike, run.scheduler.now, self._step, effect))
 
     def _start_process(self) -> int:
-        """Start one more process, which is ready soon."""
+        """Start one more process, which is ready soon; returns its number."""
         number = self._next
         self._next += 1
         self.run.scheduler.at(
@@ -188,15 +194,14 @@ class _VirtualTrial:
 
 
 class _NoSignals(StopRequest):
-    """Virtual processes receive no signals."""
+    """The `StopRequest` of virtual processes, which receive no signals."""
 
     def listen(self) -> StopRequest:
         return self
 
 
 class _ImmediateWriter(Writer):
-    """A writer that has always written everything when its state is read, so that nothing depends on the disk's
-    speed."""
+    """A writer that has written everything whenever its state is read, so that nothing depends on the disk's speed."""
 
     @property
     def state(self) -> WriteProgress:
