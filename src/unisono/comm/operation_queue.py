@@ -152,7 +152,7 @@ class OperationQueue:
         return self._channels.actor_host.host(self._communicator(), actor)
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """See `Services.serve`. ``config["compute_threads"]`` is the number of torch's threads in each process (1)."""
+        """See `Services.serve`. ``config["compute_threads"]`` is the number of threads of each process (default 1)."""
         return self._channels.actor_host.serve(self._communicator(), count, service, config)
 
     def now(self) -> float:

@@ -26,8 +26,8 @@ from unisono.errors import InvalidInput
 from unisono.system import process
 
 LOCK = "lock"  # in the run's directory
-_EXIT_SECONDS = 10.0  # that workers may take to exit after their launcher
-_KILLED_SECONDS = 1.0  # that a command may take to exit after it was sent SIGKILL, on a loaded host
+_EXIT_SECONDS = 10.0  # how long workers may take to exit after their launcher
+_KILLED_SECONDS = 1.0  # how long a command may take to exit after SIGKILL, on a loaded host
 _RETRY_SECONDS = 0.05
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("unisono")

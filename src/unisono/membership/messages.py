@@ -17,7 +17,7 @@ from unisono.membership.view_delta import ViewDelta, apply_delta
 from unisono.observe.activity import Activity, Phase
 from unisono.system.bounds import PRINTABLE, Bounds, Count, Seconds
 
-_MAX_WORKERS = 4096  # that one message names
+_MAX_WORKERS = 4096  # the most workers that one message names
 Spent = Annotated[dict[Phase, Seconds], Field(max_length=len(Phase))]
 """Seconds by phase."""
 Sentence = Annotated[str, Field(max_length=4096, pattern=PRINTABLE)]

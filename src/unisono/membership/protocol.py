@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from unisono.system.bounds import PRINTABLE, STRICT, Bounds, Count
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MAX_MEMBERS = 1 << 16  # of a view
-MAX_UNREACHABLE = 1 << 13  # workers that one heartbeat names
+MAX_MEMBERS = 1 << 16  # the most members of a view
+MAX_UNREACHABLE = 1 << 13  # the most workers that one heartbeat names
 Name = Annotated[str, Bounds(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 
 # Keys of the coordinator's store and of `unisono status --json`, by field.

@@ -135,11 +135,7 @@ class SharedMemory(RoundQueue):
         fill: Callable[[int, int], None],
         drain: Callable[[int, int], None],
     ) -> Steps[None]:
-        """The rounds of an operation that uses the mailboxes.
-
-        Round *i* of `rounds` calls ``fill(i, number)``, waits until all ranks have posted, and calls ``drain(i,
-        number)``; `number` counts the rounds of the channel.
-        """
+        """Rounds ``0 .. rounds-1``: each calls ``fill(i, number)``, waits for all ranks, calls ``drain(i, number)``."""
         for i in range(rounds):
             number = self._round + 1
             yield from self._until(self._done, number - 2, released=False)
@@ -152,10 +148,7 @@ class SharedMemory(RoundQueue):
             self._finish(number)
 
     def _sum_by_mail(self, header: bytes, x: Tensor, dtype: torch.dtype) -> Steps[Tensor]:
-        """The rounds of a sum through mailboxes, in which every rank adds the inputs of all ranks.
-
-        Ranks wait for each other once per chunk. If each added a slice and then read the others, they would wait twice.
-        """
+        """Sum through mailboxes: every rank adds all inputs, with one wait; to add one slice each would take two."""
         whole = x.to(torch.float32) if _is_narrow(x.dtype) else x
         flat = whole.reshape(-1)
         halves = self._typed_halves(flat.dtype)
@@ -213,10 +206,7 @@ class SharedMemory(RoundQueue):
     def _between_pairs(
         self, verb: str, sequence: int, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
     ) -> Steps[dict[int, Tensor]]:
-        """The rounds of `exchange` and `swap`; the largest message of any pair decides how many there are.
-
-        Each half of a mailbox has one segment for each reader.
-        """
+        """The rounds of `exchange` and `swap`: a half has a segment for each reader, so large messages take several."""
         size, me, segment = self.size, self.rank, self._memory_map.segment_bytes
         header = HEADER.pack(*record.agreed_part(verb, sequence))
         sends, expects = record.pairs(size, xs), record.pairs(size, like)
@@ -267,11 +257,7 @@ class SharedMemory(RoundQueue):
         return self._halves[dtype]
 
     def _slice_of(self, x: Tensor, dtype: torch.dtype) -> BufferSlice | None:
-        """This worker's slice of the sum of `x` in `dtype`; None if the sum has to go through mailboxes.
-
-        There is a slice if `x` is an allocated tensor, or a contiguous part of one, and `dtype` is not wider than its
-        own.
-        """
+        """This worker's slice of the sum of `x`, if `x` is (part of) an allocated tensor with room for `dtype`."""
         key = x.data_ptr(), x.numel(), x.dtype, dtype
         known = self._slices.get(key)
         if known is not None or not x.numel() or dtype.itemsize > x.element_size():

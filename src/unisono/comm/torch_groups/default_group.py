@@ -30,7 +30,7 @@ from unisono.errors import CommunicationError, PeerLost
 LOG = logging.getLogger("unisono")
 STUCK = 70  # exit status of a process that could not be woken
 _LINGER_SECONDS = 2.0  # far longer than it takes until all workers know that a view has ended
-_STUCK_SECONDS = 5.0  # in one call, which otherwise fails within milliseconds
+_STUCK_SECONDS = 5.0  # how long one call may last after an abort, which ends other calls within milliseconds
 _CHECK_SECONDS = 0.5
 _BACKEND = "unisono"  # gloo on a given device: torch's own takes it from the environment
 _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (since 4.19); tcpi_bytes_retrans follows
@@ -207,7 +207,7 @@ def _forget_meshes() -> None:
 
 def _abort_nccl() -> None:
     for group in list(dist.distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # a group without a backend for GPUs
+        with contextlib.suppress(RuntimeError):  # the group has no backend for GPUs
             group._get_backend(torch.device("cuda")).abort()
 
 

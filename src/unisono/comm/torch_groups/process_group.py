@@ -1,7 +1,7 @@
 """Process groups of torch (gloo, NCCL) as a communicator, without torch's default group or environment variables.
 
-A channel has two groups. One carries headers, always on gloo: one all-gather of a record per operation, issued when
-the operation is started. The other carries payloads, issued strictly in order once the headers agree. One group is not
+A channel has two groups. One carries headers, always on gloo: when an operation is started, every worker sends its
+record to all others. The other carries payloads, issued strictly in order once the headers agree. One group is not
 enough: the header of a later operation is sent before the payload of an earlier one is issued, and a group needs the
 same order on all workers. As sizes are compared first, gloo never receives a size that would abort the process.
 """
@@ -35,7 +35,7 @@ _GLOO_ADDS = {
 _LONG = timedelta(days=1)
 _ALIGNMENT_BYTES = 16
 _CHECK_SECONDS = 0.1  # between two checks of the connections while nothing arrives
-_SLICE_SECONDS = 0.05  # of waiting in the backend, which cannot be aborted
+_SLICE_SECONDS = 0.05  # the longest wait in the backend at a time, as it cannot be aborted
 _LONGEST_BROKEN_SECONDS = 5.0
 _BACKOFF = Backoff(first_seconds=20e-6, factor=1.1, longest_seconds=500e-6)
 

@@ -29,8 +29,8 @@ from unisono.membership.server.service import HeartbeatRoute, Service
 from unisono.membership.server.store import Store
 
 BACKLOG = 4096  # connections that may arrive at once
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 128 << 10  # of glibc's malloc.h
-KEEP_ALIVE_SECONDS = 600  # of an idle connection: a worker's second one is used when the view changes
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 128 << 10  # an option of glibc's mallopt, and the value to set
+KEEP_ALIVE_SECONDS = 600  # a worker's second connection is idle until the view changes
 
 
 class CoordinatorServer:

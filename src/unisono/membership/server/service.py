@@ -24,8 +24,8 @@ from unisono.membership.server.store import Store, describe
 from unisono.membership.server.token_auth import Receive, Scope, Send, accepts_gzip, read_body
 from unisono.membership.view_delta import view_delta
 
-_LATE_MEMBER_INTERVALS = 8  # of heartbeats, until a launcher gets a response even if no member is late
-_LATE_MEMBER_SECONDS = 2.0  # the same, at most
+_LATE_MEMBER_INTERVALS = 8  # after so many heartbeats, a launcher gets a response even if no member is late
+_LATE_MEMBER_SECONDS = 2.0  # the longest time until that response
 
 
 @dataclass(eq=False)
