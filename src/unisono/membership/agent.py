@@ -9,7 +9,7 @@ from unisono.membership.protocol import Heartbeat, StateVersion, View, ViewStatu
 
 @dataclass(frozen=True)
 class AbortView:
-    """Abort all operations in flight in the group of the view of this number."""
+    """Abort all operations in flight in the group of the view whose number is `view`."""
 
     view: int
 

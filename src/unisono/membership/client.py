@@ -19,8 +19,8 @@ LOG = logging.getLogger("unisono")
 _CHANGE_SECONDS = 0.1  # shorter than a heartbeat interval
 _RETRY_SECONDS = 0.2  # while the coordinator does not respond
 _REFUSED_SECONDS = 30.0  # until a worker that never had a response gives up: the run that it was to join has ended
-_GONE_SECONDS = 300.0  # until a worker that had one gives up: a coordinator may be restarted
-_SPENT_SECONDS = 1.0  # between two reports of where the time went
+_GONE_SECONDS = 300.0  # until a worker that has had a response gives up: a coordinator may be restarted
+_SPENT_SECONDS = 1.0  # between two reports of the seconds that the worker has spent in each phase
 
 
 class CoordinatorClient:
