@@ -264,7 +264,7 @@ def test_what_was_reached_by_its_local_name_from_elsewhere_is_not_trusted() -> N
         thread.start()
         with socket.create_connection(door.getsockname()) as sock:
             sock.settimeout(10.0)
-            with pytest.raises(Untrusted, match="local name"):
+            with pytest.raises(Untrusted, match="another process relays it"):
                 authenticate(sock, token, 1, 0)
         thread.join()
 
