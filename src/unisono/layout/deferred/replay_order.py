@@ -1,4 +1,4 @@
-"""Which operations of a tape are needed, and an order of them with little memory."""
+"""Selects the operations of a tape that are needed, and an order in which they need little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.layout.deferred.tape import Tape
 
 @dataclass(frozen=True)
 class NeededOperations:
-    """Operations by number.
+    """The operations that a replay needs, by number.
 
     Args:
         live: operations whose results are needed.

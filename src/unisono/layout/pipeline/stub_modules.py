@@ -37,13 +37,13 @@ class DataDependent(Exception):
 
 @dataclass
 class StubInput:
-    """The tensor received from the previous stage, which stubs return, and an action before the stage's first unit."""
+    """The tensor received from the previous stage, which stubs return; and an action to run before the first unit."""
 
     value: Tensor | None = None
     begin: Callable[[], None] | None = None
 
     def on_first_unit(self, *_: Any) -> None:
-        """Called before the stage's first unit."""
+        """Run the action once, as a hook before the stage's first unit."""
         begin, self.begin = self.begin, None
         if begin is not None:
             begin()
@@ -56,7 +56,7 @@ class UnitCall:
     Attributes:
         input: its first tensor argument.
         output: its result.
-        crossed: whether a value computed before it, other than `input`, was used during the call or later.
+        crossed: whether a value computed before the call, other than `input`, was used during the call or later.
     """
 
     unit: str
@@ -69,9 +69,8 @@ class _DependencyTracker(TorchDispatchMode):
     """Tracks through which calls of units tensors can pass; `call` is the latest call.
 
     For each tensor that depends on more than the model's inputs, it stores the first call that the tensor cannot cross.
-    A unit's output can cross the next call, as it is received from the previous stage there. Other values that were
-    computed in a unit or drawn at random cannot. A result of the model's own code can cross as far as all of its
-    arguments.
+    A unit's output can cross the next call, as a stage that begins there receives it. Other values that were computed
+    in a unit or drawn at random cannot. A result of the model's own code can cross as far as all of its arguments.
     """
 
     def __init__(self) -> None:
@@ -163,7 +162,7 @@ class _Stub(nn.Module):
         self.__dict__.update({**known, **hollow, "_stub_input": stub_input, "_kind": type(unit)})
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the unit; it calls `forward` too."""
+        """The stub's `forward`, in place of any method of the unit."""
         return self.forward if callable(getattr(self.__dict__["_kind"], name, None)) else super().__getattr__(name)
 
 
@@ -184,7 +183,7 @@ class LaterStub(_Stub):
     """Replaces a unit of a later stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """End the forward pass."""
+        """End the forward pass, with the first tensor argument as the stage's output."""
         value = _first(args, kwargs)
         assert value is not None
         raise _StageOutput(value)
