@@ -24,7 +24,7 @@ class PropagateShapes(TorchDispatchMode):
 
     The inputs of one operation may be on the CPU and on the meta device.
 
-    New floating-point tensors on the meta device (the first state of a recurrent layer, a mask of ones) stay there, as
+    New floating-point tensors on the meta device (the first state of a recurrent layer, a mask of ones) stay there.
     torch requires some of them on the device of the weights. Their values are remembered, and so are values computed
     from them alone. Integers and booleans (positions, masks) move to the CPU.
     """

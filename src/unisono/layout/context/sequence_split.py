@@ -89,8 +89,9 @@ class SequenceSplit:
     def visible(self, rank: int, peer: int) -> Iterator[tuple[Span, int, bool]]:
         """The keys of `peer` that the queries of `rank` attend to under a causal mask, block by block.
 
-        Yields a span of local queries, the number of the peer's keys (from its first) that they attend to, and whether
-        the last chunk of these keys is visible only up to each query's own token. Empty blocks are omitted.
+        Yields a span of local queries, and the number of the peer's keys, from its first, to which they attend. A third
+        value is true if the last chunk of these keys is visible only up to each query's own token. Empty blocks are
+        omitted.
         """
         for i, mine in enumerate(self.chunks(rank)):
             seen = sum(theirs <= mine for theirs in self.chunks(peer))
