@@ -23,7 +23,7 @@ Key = tuple[int, int]
 Fetched = tuple[Batch, float]
 """A batch, and the seconds that it took to fetch."""
 
-ALL = -1  # in place of the number of one sample
+ALL = -1  # in place of a sample's index: all samples of a micro-batch
 
 
 class Fetch:
@@ -123,7 +123,10 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
-    """The tensors of a tensor dataset, and the row indices of each `Subset` around it, outermost first; else None."""
+    """The tensors of a tensor dataset, and the row indices of each `Subset` around it, outermost first.
+
+    None for any other dataset.
+    """
     subsets: list[Tensor] = []
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices, dtype=torch.int64))
