@@ -180,7 +180,10 @@ class Writer:
             self._copying = None
 
     def commit(self, step: int) -> None:
-        """On worker 0, when all workers have written their part of `step`: make it a checkpoint, in the background."""
+        """Make the written parts of `step` a checkpoint, in the background.
+
+        To be called on worker 0 alone, when all workers have written their part.
+        """
         self._jobs.append(self._write_thread.submit(self._commit, step, self._meta.pop(step)))
 
     def abandon(self, step: int, by: Sequence[int] = ()) -> None:

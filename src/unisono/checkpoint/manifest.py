@@ -59,7 +59,7 @@ class Manifest:
 
     @property
     def tensors(self) -> dict[str, list[tuple[int, Entry]]]:
-        """By name: the boxes of each tensor, with the number of the part file that has them."""
+        """For each tensor, by name, its boxes, each with the number of the part file that has it."""
         found: dict[str, list[tuple[int, Entry]]] = {}
         for rank, part in enumerate(self.parts):
             for name, entry in part.tensors.items():

@@ -101,12 +101,12 @@ def write_plan(holders: Sequence[ShardMap]) -> list[dict[str, TensorShard]]:
 
 
 def _is_written(box: Box) -> bool:
-    """False for an empty box of a tensor that is not empty."""
+    """Whether the box is written: not if it is an empty box of a tensor that is not empty."""
     return box.numel > 0 or math.prod(box.shape) == 0
 
 
 def _holders(holders: Sequence[ShardMap]) -> dict[str, dict[Box, list[int]]]:
-    """By name, the ranks that hold each box. An empty tensor has one box, the whole."""
+    """For each tensor, by name, the ranks that hold each of its boxes. An empty tensor has one box, the whole."""
     found: dict[str, dict[Box, list[int]]] = {}
     first: dict[str, Spec] = {}
     for rank, shards in enumerate(holders):

@@ -1,4 +1,4 @@
-"""How samples are fetched, as values."""
+"""The ways to fetch samples, as values."""
 
 from __future__ import annotations
 

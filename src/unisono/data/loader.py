@@ -77,7 +77,7 @@ class Loader:
         """This worker's micro-batches of `step` and their numbers, in order. A step may be requested again.
 
         Raises:
-            Exception: of the dataset, with a note that names sample and micro-batch.
+            Exception: the dataset raised it; a note names sample and micro-batch.
             LoadingFailed: two processes exited on the same sample.
         """
         return self._all(step, self._mine(step))
@@ -95,7 +95,7 @@ class Loader:
         `leases` is advanced as far ahead as batches are fetched.
 
         Raises:
-            Exception: of the dataset, with a note that names sample and micro-batch.
+            Exception: the dataset raised it; a note names sample and micro-batch.
         """
         leased: deque[tuple[int, range]] = deque()
 

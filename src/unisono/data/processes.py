@@ -68,7 +68,7 @@ class LoadingProcesses:
         """The next batch, and the seconds that it took to fetch, divided by the number of processes.
 
         Raises:
-            Exception: of the dataset.
+            Exception: the dataset raised it in the other process.
             LoadingFailed: a process and its replacement exited on the same sample.
         """
         _, slot = self._requested.popleft()

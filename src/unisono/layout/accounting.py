@@ -49,7 +49,7 @@ class CollectiveCall:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While active, counts every collective and send of this thread and of its backward passes in `seen`.
+    """A dispatch mode that counts every collective and send of this thread and of its backward passes in `seen`.
 
     An operation on fake tensors is called with empty tensors in their place, so it sends no data.
     """

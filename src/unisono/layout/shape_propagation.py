@@ -20,7 +20,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class PropagateShapes(TorchDispatchMode):
-    """While active, operations on tensors with known values are computed, on the CPU; all others give only shapes.
+    """A dispatch mode that computes operations on tensors with known values, on the CPU; all others give only shapes.
 
     The inputs of one operation may be on the CPU and on the meta device.
 

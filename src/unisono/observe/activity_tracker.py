@@ -37,7 +37,7 @@ class ActivityTracker(Protocol):
     """Records what a worker does. Its methods never block and never raise."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context: the time inside counts for `phase`."""
+        """A context in which time counts for `phase`."""
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """Iterate over `items`; the time until each is available counts for `phase`."""

@@ -63,7 +63,7 @@ def advice(ledgers: Sequence[Spent]) -> str:
 
 
 def shares_text(ledgers: Sequence[Spent]) -> str:
-    """``81% computing, 12% communication, 7% data``: shares of the time after the start, from 1 %."""
+    """Shares of the time after the start, from 1 % on, as text: ``81% computing, 12% communication, 7% data``."""
     shares = sorted(((_share(ledgers, (phase,)), phase) for phase in Phase if phase is not Phase.START),
                     key=lambda each: -each[0])  # fmt: skip
     return ", ".join(f"{share:.0%} {phase.value}" for share, phase in shares if share >= 0.01)

@@ -40,12 +40,12 @@ class MemberStatus:
 
     @property
     def arrived(self) -> bool:
-        """Whether the member waits for others."""
+        """Whether the member has reached an operation in which it waits for others."""
         return self.liveness is Liveness.RESPONSIVE and self.activity.is_waiting
 
     @property
     def name(self) -> str:
-        """The worker in a sentence."""
+        """The worker, as a sentence calls it."""
         return f"worker {self.worker}"
 
 
@@ -132,7 +132,7 @@ _ADVICE = {
 
 
 def _all_wait(stall: Stall, waiting: Sequence[MemberStatus]) -> Finding:
-    """All members wait, and none is missing."""
+    """The finding if all members wait, and none has yet to arrive."""
     operations = Counter(member.activity.waits_for for member in waiting)
     (usual, _), *_ = operations.most_common(1)
     if len(operations) == 1:

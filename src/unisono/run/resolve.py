@@ -20,7 +20,7 @@ def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
     """The `Config` of a run. `given` (fields and values) overrides the task's defaults, which override the library's.
 
     Raises:
-        InvalidInput: as `Config.of`; or the settings cannot be combined.
+        InvalidInput: a setting is invalid (see `Config.of`), or the settings cannot be combined.
     """
     defaults, chosen = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
     if "epochs" in chosen:

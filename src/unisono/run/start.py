@@ -151,12 +151,12 @@ def join(
     Args:
         consent: what this host agrees to run.
         logs: directory for the output of the workers; default: in ``runs``, in a directory with this launcher's name.
-        on_message: as for `start`.
+        on_message: see `start`.
 
     Raises:
         InvalidInput: no coordinator answers; this host cannot run what the run's workers run; or `consent` does not
             allow it.
-        WorkerFailed: as `launch`.
+        WorkerFailed: see `launch`.
     """
     check_worker_count(workers, "--workers")
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"

@@ -44,7 +44,7 @@ class NamedTask:
     directory: str = field(default_factory=os.getcwd)
 
     def load(self, others: Collection[str] = ()) -> Task:
-        """Import and make the task. `others` as for `bind_arguments`.
+        """Import and make the task. For `others` see `bind_arguments`.
 
         Raises:
             InvalidInput: there is no such task, file or function, an argument is unknown, or the function raised an

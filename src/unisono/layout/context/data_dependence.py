@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class DataDependence(TorchDispatchMode):
-    """While active, records what the code reads from tensors that depend on `weights`.
+    """A dispatch mode that records what the code reads from tensors that depend on `weights`.
 
     Attributes:
         answers: what the code read, in order: numbers, booleans, and shapes that depend on values.

@@ -23,7 +23,7 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 
 class attending(TorchFunctionMode):
-    """While active, a model that gets one worker's part of a sequence computes as on the whole sequence.
+    """A function mode in which a model that gets one worker's part of a sequence computes as on the whole sequence.
 
     Its tokens attend to all tokens, and have their positions in the whole sequence.
 

@@ -54,7 +54,7 @@ def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededO
 
 
 def schedule(tape: Tape, work: NeededOperations, wanted: Iterable[int]) -> list[int]:
-    """All operations of `work` in an order that gives the same bits as the recorded one.
+    """All operations of `work` in an order that gives the same bits as the recorded order.
 
     Draws keep their order. All other operations run when something needs them. A wanted storage is final directly after
     the last draw that it depends on, even if the build wrote to it much later.

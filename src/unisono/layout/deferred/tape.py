@@ -23,11 +23,11 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> TensorView:
-        """The view `tensor`, whose storage has this number."""
+        """`tensor`, described as a view of the storage with this number."""
         return cls(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: UntypedStorage) -> Tensor:
-        """The tensor of this view on a storage on any device."""
+        """This view of `storage`, as a tensor on the device of `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 

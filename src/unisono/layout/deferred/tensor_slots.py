@@ -58,7 +58,8 @@ def empty_on_meta(tensor: Tensor) -> Tensor:
 
 
 def unregistered_tensors(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Tensors that modules hold besides parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
+    """Tensors that modules hold besides parameters and buffers, as ``(holder, key, tensor)``: `tensor` is
+    ``holder[key]``.
 
     Searches attributes, and lists and dicts among them.
     """

@@ -56,7 +56,10 @@ class StageLink:
         return tuple(values)
 
     def exchange(self, value: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Collective over `ranks`: their tensors of one shape, in the order of `ranks`, which must include this one."""
+        """Collective over `ranks`, which must include this rank: the tensor `value` of each, in the order of `ranks`.
+
+        All of them must have the same shape and dtype.
+        """
         me = dist.get_rank(self._group)
         theirs = {rank: value if rank == me else torch.empty_like(value) for rank in ranks}
         works = [dist.isend(value, group=self._group, group_dst=r) for r in ranks if r != me]

@@ -220,7 +220,7 @@ class Pipeline:
                     copy.copy_(first)
 
     def _copies(self, name: str) -> list[Any]:
-        """The parameters of that name on this worker, the first stage's first; [None] without any."""
+        """The parameters of that name on this worker, the first stage's first; [None] if there is none."""
         found = [p for _, s in sorted(self.stages.items()) if (p := s.whole_names().get(name)) is not None]
         return list({id(p): p for p in found}.values()) or [None]
 

@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 def kind(schedule: str) -> ScheduleKind:
-    """The schedule of that name. Raises `InvalidInput` if there is none."""
+    """The kind of the schedule with this name. Raises `InvalidInput` if there is no such schedule."""
     if schedule not in SCHEDULES:
         raise InvalidInput("schedule", schedule, "no such schedule", f"choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
@@ -61,7 +61,7 @@ def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[in
 
 
 def possible(schedule: str, workers: int, stages: int, micro_batches: int) -> bool:
-    """Whether the schedule can run that many micro-batches in one step."""
+    """Whether the schedule can run this number of micro-batches in one step."""
     if micro_batches < 1:
         return False
     if schedule in ("1F1B", "DualPipeV"):

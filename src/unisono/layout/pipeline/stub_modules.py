@@ -24,7 +24,7 @@ from unisono.layout.pipeline.preserved_state import preserved_state
 
 
 class _StageOutput(Exception):
-    """Ends the forward pass of a stage, with its output."""
+    """Ends the forward pass of a stage, and carries its output."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class _DependencyTracker(TorchDispatchMode):
         return out
 
     def enter(self) -> None:
-        """Called before a unit."""
+        """Note that the call of a unit begins."""
         if random.getstate() != self._python:
             raise DataDependent
         self.call, self.inside = self.call + 1, True
 
     def leave(self, output: Any) -> None:
-        """Called after a unit, with its output."""
+        """Note that the call of a unit has returned `output`."""
         self.inside, self._python = False, random.getstate()
         if isinstance(_first_element(output), Tensor):
             self._end[_first_element(output)] = self.call + 2

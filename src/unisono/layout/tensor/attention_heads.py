@@ -74,7 +74,7 @@ def check_heads(model: nn.Module, degree: int) -> None:
 
 @contextmanager
 def divided(scope: nn.Module, degree: int) -> Iterator[None]:
-    """Within the block, every number of heads inside `scope` is that of one of `degree` workers."""
+    """A context in which every number of heads inside `scope` is that of one of `degree` workers."""
     undo = divide(scope, degree)
     try:
         yield
@@ -101,7 +101,7 @@ def divide(scope: nn.Module, degree: int) -> list[tuple[nn.Module, str, int]]:
 
 
 class LocalShapes(TorchFunctionMode):
-    """While active, reshapes to sizes with the number of all heads use the local number of heads instead.
+    """A function mode in which reshapes to sizes with the number of all heads use the local number of heads.
 
     Only calls that would fail are changed: a view to `degree` times the number of elements, and a split into the
     `groups` blocks of a matrix of queries, keys and values.

@@ -102,7 +102,7 @@ def differentiable(call: Call) -> Call:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in evaluation mode."""
+    """A context in which the model is in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -15,7 +15,7 @@ _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def block_signature(model: nn.Module, scope: str, unit: Mapping[str, str], call: Call) -> Hashable:
-    """A key that is equal for two units whose split gives the same verdict.
+    """A key that is equal for two units of which only one needs to be tried.
 
     Their scopes have modules of the same kinds, attributes and shapes, and equal arguments. Objects other than plain
     values and tensors must be identical.

@@ -26,7 +26,7 @@ Unit = Mapping[str, str]
 
 @dataclass(frozen=True)
 class SplitVerdict:
-    """Whether a unit can be split.
+    """The answer to whether a unit can be split, and how.
 
     Args:
         reason: why it cannot be split; empty if it can.
