@@ -241,7 +241,7 @@ def _boxes(fields: dict) -> list:  # type: ignore[type-arg]
 HOSTILE = {
     "a box missing": (lambda f: _boxes(f).pop(1), r"'model/matrix': \[2:4, 0:6\] of \[8, 6\] is missing"),
     "a box twice": (lambda f: _boxes(f)[1].update(offset=[0, 0]), r"'model/matrix': \[0:2, 0:6\] .* is covered twice"),
-    "a box outside": (lambda f: _boxes(f)[3].update(offset=[7, 0]), "'model/matrix': .* no box of"),
+    "a box outside": (lambda f: _boxes(f)[3].update(offset=[7, 0]), "'model/matrix': .* is not inside a tensor of"),
     "two in a part": (
         lambda f: _boxes(f)[3].update(part=0),
         "'model/matrix' is in a part file that does not exist, or twice",
@@ -250,7 +250,10 @@ HOSTILE = {
     "a box as text": (lambda f: _boxes(f).append("x"), "'model/matrix' is in a part file that does not exist"),
     "half a box": (lambda f: _boxes(f)[0].pop("size"), "size is missing"),
     "fractions": (lambda f: _boxes(f)[0].update(offset=[0.0, 0]), "'model/matrix' has no possible box"),
-    "fewer dimensions": (lambda f: _boxes(f)[0].update(offset=[0], size=[2]), "'model/matrix': .* no box of"),
+    "fewer dimensions": (
+        lambda f: _boxes(f)[0].update(offset=[0], size=[2]),
+        "'model/matrix': .* is not inside a tensor of",
+    ),
     "whole and cut": (lambda f: f["tensors"]["model/matrix"].update(part=1), "both boxes and a part file"),
     "boxes as an object": (lambda f: f["tensors"]["model/matrix"].update(boxes={"a": 1}), "boxes is missing or not"),
 }
