@@ -51,8 +51,8 @@ def attend(
         )
     _check(split, query, key, attn_mask, dropout_p, is_causal)
     if keys is not None and query.dim() != 4:
-        raise InvalidInput("query", tuple(query.shape), "attention with padding takes queries [N, heads, tokens, E], "
-                           f"and these have {query.dim()} dimensions", "add the missing dimensions")  # fmt: skip
+        problem = f"attention with padding takes queries [N, heads, tokens, E], and these have {query.dim()} dimensions"
+        raise InvalidInput("query", tuple(query.shape), problem, "add the dimensions of samples and heads")
     query, key, value = _autocast(query, key, value)
     mask, is_causal = global_mask(attn_mask, is_causal, keys, split, peers)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
