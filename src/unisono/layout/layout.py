@@ -62,10 +62,10 @@ class Layout:
             bytes of parameters where the model cannot be measured.
         plan: for modules, by name or pattern (``blocks.*.up``), the style in which ``tensor`` splits each. ``column``:
             each worker computes its part of the outputs. ``row``: each worker has its part of the inputs, computed by a
-            column layer before, and the results are summed. ``vocabulary``: an embedding is split by rows. ``column
-            gathered``: every worker gets all outputs. ``row scattered``: every worker has all inputs, and takes its
-            part. ``column of thirds``: queries, keys and values are in one matrix. ``column of halves``: gate and up
-            are in one matrix. Modules without an entry stay whole. Empty: a plan is derived.
+            column layer before, and the results are summed. ``vocabulary``: an embedding is split by rows.
+            ``column gathered``: every worker gets all outputs. ``row scattered``: every worker has all inputs, and
+            takes its part. ``column of thirds``: queries, keys and values are in one matrix. ``column of halves``: gate
+            and up are in one matrix. Modules without an entry stay whole. Empty: a plan is derived.
 
     Raises:
         ValueError: an axis below 1, an unknown schedule, a number of cuts that contradicts the number of stages, an
@@ -103,7 +103,7 @@ class Layout:
             raise ValueError(f"cuts={self.cuts!r} is not a tuple of names")
         if self.cuts and len(self.cuts) != self.stages - 1:
             raise ValueError(
-                f"cuts: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, "
+                f"cuts={self.cuts!r} makes {len(self.cuts) + 1} stages, "
                 f"but pipeline={self.pipeline} with schedule={self.schedule!r} has {self.stages}"
             )
         self._check_plan()
