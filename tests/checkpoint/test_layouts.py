@@ -200,7 +200,7 @@ def test_a_worker_that_holds_something_else_than_it_told_is_stopped_at_once(tmp_
     ]:
         with pytest.raises(ValueError, match=words):
             writer.stage(3, mine, None, holders(found, lie))
-    with pytest.raises(ValueError, match="2 ranks are in holders"):
+    with pytest.raises(ValueError, match="holders are given for 2 ranks"):
         Writer(tmp_path, 0, 3, 2, unexpected).stage(3, {}, None, holders(found, lie))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'x' is missing"):
         shards_of({}, {"x": Box.whole(())})
@@ -241,14 +241,20 @@ def _boxes(fields: dict) -> list:  # type: ignore[type-arg]
 HOSTILE = {
     "a box missing": (lambda f: _boxes(f).pop(1), r"'model/matrix': \[2:4, 0:6\] of \[8, 6\] is missing"),
     "a box twice": (lambda f: _boxes(f)[1].update(offset=[0, 0]), r"'model/matrix': \[0:2, 0:6\] .* is covered twice"),
-    "a box outside": (lambda f: _boxes(f)[3].update(offset=[7, 0]), "'model/matrix': .* no box of"),
-    "two in a part": (lambda f: _boxes(f)[3].update(part=0), "'model/matrix' is in no part, or twice"),
-    "no boxes": (lambda f: _boxes(f).clear(), "'model/matrix' is both whole and cut, or nowhere"),
-    "a box as text": (lambda f: _boxes(f).append("x"), "'model/matrix' is in no part"),
+    "a box outside": (lambda f: _boxes(f)[3].update(offset=[7, 0]), "'model/matrix': .* is not inside a tensor of"),
+    "two in a part": (
+        lambda f: _boxes(f)[3].update(part=0),
+        "'model/matrix' is in a part file that does not exist, or twice",
+    ),
+    "no boxes": (lambda f: _boxes(f).clear(), "'model/matrix' has both boxes and a part file"),
+    "a box as text": (lambda f: _boxes(f).append("x"), "'model/matrix' is in a part file that does not exist"),
     "half a box": (lambda f: _boxes(f)[0].pop("size"), "size is missing"),
     "fractions": (lambda f: _boxes(f)[0].update(offset=[0.0, 0]), "'model/matrix' has no possible box"),
-    "fewer dimensions": (lambda f: _boxes(f)[0].update(offset=[0], size=[2]), "'model/matrix': .* no box of"),
-    "whole and cut": (lambda f: f["tensors"]["model/matrix"].update(part=1), "both whole and cut"),
+    "fewer dimensions": (
+        lambda f: _boxes(f)[0].update(offset=[0], size=[2]),
+        "'model/matrix': .* is not inside a tensor of",
+    ),
+    "whole and cut": (lambda f: f["tensors"]["model/matrix"].update(part=1), "both boxes and a part file"),
     "boxes as an object": (lambda f: f["tensors"]["model/matrix"].update(boxes={"a": 1}), "boxes is missing or not"),
 }
 

@@ -524,13 +524,13 @@ WRONG = {
     "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",
     "own.py:task --layout Foo(": "layout = Foo(: not a literal call",
     "own.py:task --layout Layout(tensor=2)": "write --workers 2",
-    "own.py:task --workers 2 --layout Layout(shard=4)": "and 2 is not a multiple of it; write --workers 4, or Lay",
+    "own.py:task --workers 2 --layout Layout(shard=4)": "and the run's 2 workers are not a multiple of that; write ",
     "own.py:task --workers 3 --layout Layout(pipeline=3)": "2 units, so 1 to 2 stages; write Layout()",
     "own.py:task --workers 2 --layout Layout(pipeline=2,cuts=('9',))": "cuts = 9: Sequential has no module of that",
-    "own.py:task --workers 2 --layout Layout(context=2)": "context = 2: Sequential on parts of a sequence: it cannot",
+    "own.py:task --workers 2 --layout Layout(context=2)": "context = 2: Sequential does not compute the same on parts",
     "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of equal length, and sequences",
-    "text --model.heads 3 --model.width 24 --workers 2 --layout Layout(tensor=2)": "not divide by 2; at most 3; write "
-    "Layout()",
+    "text --model.heads 3 --model.width 24 --workers 2 --layout Layout(tensor=2)": "not divide by 2; tensor must "
+    "divide 3; write Layout()",
     "text --model.context 18 --workers 2 --layout Layout(context=2)": "have length 18; write Layout(), or pad or cut "
     "sequences: the nearest length that works is 16",
     "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Auto, ByName, ",

@@ -72,7 +72,7 @@ def test_a_run_its_checkpoints_one_of_them_and_its_result_can_be_loaded(result: 
 
 def test_a_result_does_not_stand_for_an_older_checkpoint(result: Result) -> None:
     paths = dict(checkpoints(Path(result.run, "checkpoints")))
-    with pytest.raises(CheckpointError, match="this is the newest sound checkpoint, and the run has reached step 2"):
+    with pytest.raises(CheckpointError, match="sound checkpoint is of step 1, but the run has reached step 2"):
         replace(result, run=str(paths[1])).state_dict()
 
 

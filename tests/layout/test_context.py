@@ -695,7 +695,7 @@ def test_padding_needs_batches_in_attention() -> None:
     keys = torch.ones(2, 8, dtype=torch.bool)
     with (
         attending(alone_of_two(), SequenceSplit(8, 2), keys=keys),
-        pytest.raises(InvalidInput, match="pass attention batches"),
+        pytest.raises(InvalidInput, match="add the dimensions of samples and heads"),
     ):
         F.scaled_dot_product_attention(*torch.rand(3, 2, 4, 4))
 

@@ -66,7 +66,8 @@ def test_a_mixture_that_cannot_be_split_stays_whole_beside_one_that_can() -> Non
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"), [({"experts": 1}, "neither 0 nor from 2"), ({"experts": 2, "experts_per_token": 3}, "in 1..2")]
+    ("shape", "words"),
+    [({"experts": 1}, "neither 0 nor at least 2"), ({"experts": 2, "experts_per_token": 3}, "in 1..2")],
 )
 def test_a_mixture_of_ours_needs_two_experts_and_as_many_as_it_chooses(shape, words) -> None:
     with pytest.raises(ValueError, match=words):

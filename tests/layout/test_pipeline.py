@@ -292,7 +292,13 @@ def normed_twice() -> nn.Module:
         (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 7"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2",), "2 stages, not 3"),
-        (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2", "blocks.1"), "blocks.1 is not called after"),
+        (
+            gpt,
+            torch.zeros(2, 8, dtype=torch.long),
+            3,
+            ("blocks.2", "blocks.1"),
+            "does not call blocks.1 after blocks.2",
+        ),
     ],
     ids=["normed-twice", "branches", "too-many", "unknown", "count", "order"],
 )

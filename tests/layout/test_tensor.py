@@ -321,7 +321,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
         (3, {"body.2.all": "column of thirds"}, "32 outputs in each of its 3 blocks do not divide by tensor=3; write "),
         (3, {"tokens": "vocabulary"}, "64 rows do not divide by tensor=3"),
         (2, {"body.0.*s": "column", "body.0.back": "column"}, "column without a later row layer"),
-        (2, {"body.0.*": "column", "body.0.back": "row"}, "body.0.back is also 'body.0.back': 'row'; name each"),
+        (2, {"body.0.*": "column", "body.0.back": "row"}, "body.0.back also fits 'body.0.back': 'row'; name "),
         (
             2,
             {"body.1": "row scattered"},
@@ -456,7 +456,7 @@ def test_a_degree_that_cuts_through_heads_is_refused() -> None:
         nn.TransformerEncoderLayer(36, 6),
     ):
         check_heads(model, 3)
-        with pytest.raises(InvalidInput, match=r"tensor = 4: .*6.* at most 6; write tensor=3") as caught:
+        with pytest.raises(InvalidInput, match=r"tensor = 4: .*6.* tensor must divide 6; write tensor=3") as caught:
             check_heads(model, 4)
         assert caught.value.field == "tensor"
     check_heads(Convolutional(), 7)

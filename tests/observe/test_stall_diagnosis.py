@@ -27,7 +27,7 @@ def busy(rank: int, phase: Phase, liveness: Liveness = Liveness.RESPONSIVE, age:
     (busy(1, Phase.COMPUTE), ["worker w1 has not arrived, computing for 5.8 s at own.py:12 work", "a lock"]),
     (busy(1, Phase.CHECKPOINT), ["worker w1 has not arrived, writing a checkpoint for 5.8 s", "is it full"]),
     (busy(1, Phase.EVALUATION), ["evaluating for 5.8 s", "--evaluate-every"]),
-    (busy(1, Phase.RECOVERY), ["receiving the state for 5.8 s", "its link"]),
+    (busy(1, Phase.RECOVERY), ["receiving the state for 5.8 s", "its network link"]),
     (busy(1, Phase.COMPUTE, Liveness.UNRESPONSIVE), [
         "worker w1 is frozen or cut off, without a report for 0.5 s", "computing at own.py:12 work", "stopped"]),
     (busy(1, Phase.COMPUTE, Liveness.EXITED), ["the process of worker w1 has exited", "own log"]),

@@ -60,13 +60,13 @@ def test_what_was_said_is_run(here: Path) -> None:
 @pytest.mark.parametrize(
     ("consent", "told", "problem"),
     [
-        (Consent(task="digits"), task("text"), "--task = digits: the run is another one: task text"),
-        (Consent(task="digits"), script("/bin/true"), "--task = digits: the run is another one: script /bin/true"),
-        (Consent(script="loop.py"), task("digits"), "--script = loop.py: the run is another one: task digits"),
-        (Consent(script="loop.py"), script("/usr/lib/python3/timeit.py"), "the run is another one: script"),
+        (Consent(task="digits"), task("text"), "--task = digits: the run to join has task text instead"),
+        (Consent(task="digits"), script("/bin/true"), "--task = digits: the run to join has script /bin/true instead"),
+        (Consent(script="loop.py"), task("digits"), "--script = loop.py: the run to join has task digits instead"),
+        (Consent(script="loop.py"), script("/usr/lib/python3/timeit.py"), "the run to join has script"),
         (Consent(), task("digits"), "this host has not agreed to run it; add --task NAME"),
         (Consent(), script("/bin/true"), "this host has not agreed to run it; add --script FILE"),
-        (Consent(asks=lambda what: False), task("digits"), "refused on the terminal"),
+        (Consent(asks=lambda what: False), task("digits"), "the user of this host declined to run it"),
         (Consent(task="subprocess:getoutput"), task("subprocess:getoutput", cmd="id"), NOT_BELOW),
         (Consent(asks=lambda what: True), task("os:system", command="id"), NOT_BELOW),
         (Consent(asks=lambda what: True), task("posix:system", command="id"), NOT_BELOW),

@@ -145,7 +145,7 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
             script, words[1:], str(tmp_path), elastic.contact
         )
         script.unlink()
-        with pytest.raises(InvalidInput, match="the run is that of a script, which this host does not have"):
+        with pytest.raises(InvalidInput, match="the run is of a script that this host does not have"):
             fetch_work(elastic.contact, server(tmp_path), OURS)
 
 

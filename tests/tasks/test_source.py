@@ -137,7 +137,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
         (
             "text",
             {"model": "big"},
-            "--model = big: it has parts; set its parts, for instance --model.layers.",
+            "--model = big: it has parts, and no value of its own; set its parts, for instance --model.layers.",
         ),
         ("text", {"text": True}, "--text = (nothing): not text; write --text TEXT."),
     ],

@@ -106,8 +106,8 @@ def test_a_mapping_is_a_value_in_any_order() -> None:
             "plan: 'a': 'diagonal' is not one of column, row",
         ),
         ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is not one of column"),
-        ("Layout(tensor=2, plan='a')", "plan='a' is not a mapping of names to words"),
-        ("Layout(plan={'a': 'row'})", "splits matrices over tensor workers, and tensor=1"),
+        ("Layout(tensor=2, plan='a')", "plan='a' is not a mapping of module names to styles"),
+        ("Layout(plan={'a': 'row'})", "splits matrices over tensor workers, but tensor=1"),
     ],
 )
 def test_a_plan_is_checked_as_far_as_it_can_be_without_a_model(text, words) -> None:

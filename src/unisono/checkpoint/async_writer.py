@@ -51,15 +51,15 @@ class WriteStatus(StrEnum):
 
 @dataclass(frozen=True)
 class WriteProgress:
-    """Progress of a writer. Steps are -1 until there is one.
+    """Progress of a writer. A step is -1 until there is such a step.
 
     Args:
         step: the step staged last.
-        phase: its status.
-        error: why it failed, else empty.
+        phase: the status of that step.
+        error: why that step failed; empty if it did not.
         written: the last step whose part file is complete on disk.
-        failed: the last step that failed here.
-        committed: the last step that was committed here (worker 0).
+        failed: the last step that this worker could not write or commit.
+        committed: the last step that this worker committed; only worker 0 does.
     """
 
     step: int = -1
@@ -76,6 +76,7 @@ class Event:
 
     Args:
         kind: ``committed`` or ``failed``.
+        step: the step of the checkpoint.
         words: one sentence for a person.
     """
 
@@ -87,16 +88,17 @@ class Event:
 class Writer:
     """Writes one worker's part files of the checkpoints in `directory`, which all workers share.
 
-    All methods are for one thread, that of the training loop. None raises because of the disk, and only `staged`,
-    `finish` and `close` wait. Construct the writers of all workers before any of them stages, since worker 0 removes
-    unfinished files of earlier attempts.
+    All methods are for one thread, that of the training loop. None of them raises because of the disk. `staged`,
+    `finish` and `close` wait; `stage` and `write` wait only if an earlier checkpoint is still being written. Construct
+    the writers of all workers before any of them stages, since worker 0 removes unfinished files of earlier attempts.
 
     Args:
         directory: created (0700) if it does not exist.
-        rank, size: of this worker, among those that write.
-        keep: how many checkpoints remain, the newest.
+        rank, size: this worker's rank among the workers that write, and their number.
+        keep: how many checkpoints remain, the newest ones.
         on_event: called in a background thread with every `Event`.
-        attempt: distinguishes the workers of this attempt from a straggler of an earlier one; the same on all.
+        attempt: a name of this attempt, the same on all workers. It keeps their files apart from those of a straggler
+            of an earlier attempt.
 
     Raises:
         CheckpointError: the directory cannot be used.
@@ -145,16 +147,17 @@ class Writer:
         self._jobs.append(self._copy_thread.submit(self._prepare, specs, holders, pinned))
 
     def stage(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None, holders: Holders = None) -> None:
-        """Start the checkpoint of `step`; returns at once.
+        """Start the checkpoint of `step`, and return while it is copied and written.
 
-        The tensors must not change until `staged` returns. First waits for an earlier checkpoint that is still being
-        written, see `busy`.
+        The tensors must not change until `staged` returns. If an earlier checkpoint is still being written (see
+        `busy`), waits for it first.
 
         Args:
-            tensors: of this worker, by global name.
+            tensors: the tensors of this worker, by global name.
             meta: anything that JSON can hold, encoded now; only that of worker 0 is written.
-            holders: the shards of each rank, equal on all, see `shards_of`. Each box is written once, by one of the
-                ranks that have it. None: every rank holds `tensors`, whole. Passing the same object again saves work.
+            holders: the shards of each rank, see `shards_of`; the same on all ranks. Each box is written once, by one
+                of the ranks that have it. None: every rank holds `tensors`, whole. Passing the same object again saves
+                work.
 
         Raises:
             TypeError: `meta` is not JSON.
@@ -165,7 +168,7 @@ class Writer:
         self._jobs.append(self._write_thread.submit(self._write, step, self._copying.result))
 
     def write(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None, holders: Holders = None) -> None:
-        """As `stage`, for tensors that do not change until `finish` returns, without a copy of them."""
+        """As `stage`, but without a copy of the tensors, which must not change until `finish` returns."""
         self._begin(step, tensors, meta, holders)
         window = lambda: Window(self._plan(specs_of(tensors), holders), tensors)
         self._jobs.append(self._write_thread.submit(self._write, step, window))
@@ -177,13 +180,17 @@ class Writer:
             self._copying = None
 
     def commit(self, step: int) -> None:
-        """On worker 0, when all workers have written their part of `step`: make it a checkpoint, in the background."""
+        """Make the written parts of `step` a checkpoint, in the background.
+
+        To be called on worker 0 alone, when all workers have written their part.
+        """
         self._jobs.append(self._write_thread.submit(self._commit, step, self._meta.pop(step)))
 
     def abandon(self, step: int, by: Sequence[int] = ()) -> None:
         """Stop writing `step`, because the workers in `by` could not write their parts.
 
-        Worker 0 removes its files, and emits an event unless its own part failed, for which it has emitted one.
+        Worker 0 removes the files of `step`. It also emits an event, unless its own part failed and it has emitted one
+        for that.
         """
         self._abandoned.add(step)
         self._meta.pop(step, None)
@@ -229,7 +236,7 @@ class Writer:
         if holders is None:
             return
         if len(holders) != self._size:
-            raise ValueError(f"{len(holders)} ranks are in holders, and {self._size} write")
+            raise ValueError(f"holders are given for {len(holders)} ranks, but {self._size} workers write")
         declared, here = {name: shard.spec for name, shard in holders[self._rank].items()}, specs_of(tensors)
         if declared != here:
             name = min(name for name in declared.keys() | here.keys() if declared.get(name) != here.get(name))

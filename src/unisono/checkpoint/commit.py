@@ -15,11 +15,11 @@ from unisono.system.atomic_files import sync_directory, write_durably
 def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: Any) -> int:
     """Make the `size` part files in `temporary` the newest checkpoint of `directory`; returns its bytes.
 
-    Manifest, rename, ``LATEST``: each is on disk before the next begins.
+    It writes the manifest, renames the directory and writes ``LATEST``; each is on disk before the next begins.
 
     Raises:
         CheckpointError: a part is missing or of another step, or the parts do not cover whole tensors.
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     parts = [_complete(temporary, rank, step) for rank in range(size)]
     try:
@@ -28,7 +28,7 @@ def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: A
         raise CheckpointError(str(error)) from None
     if len(manifest) > layout.JSON_LIMIT:
         raise CheckpointError(
-            f"a manifest of {len(manifest)} bytes exceeds the {layout.JSON_LIMIT} that are read again"
+            f"the manifest has {len(manifest)} bytes, and a manifest above {layout.JSON_LIMIT} bytes would not be read"
         )
     write_durably(temporary / layout.MANIFEST, manifest)
     for rank in range(size):
@@ -46,5 +46,6 @@ def _complete(temporary: Path, rank: int, step: int) -> PartFile:
     except (FileNotFoundError, ValueError) as error:
         raise CheckpointError(f"the part of worker {rank} is not complete ({error})") from None
     if (written, length) != (step, part.nbytes):
-        raise CheckpointError(f"the part of worker {rank} is of step {written} and {length} bytes")
+        found, expected = f"step {written} and {length} bytes", f"step {step} and {part.nbytes} bytes"
+        raise CheckpointError(f"the part of worker {rank} is of {found}, where it should be of {expected}")
     return part

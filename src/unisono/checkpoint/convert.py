@@ -25,12 +25,12 @@ def save_plain(
     """Write all tensors of `source` to a safetensors file, or to several with an index, as transformers reads them:
     ``model-00001-of-00002.safetensors`` … and ``model.safetensors.index.json``. Returns the files.
 
-    They appear when all are complete, the index last.
+    The files appear under their names when all are complete, the index last.
 
     Args:
-        path: of the one file (``model.safetensors``).
-        most_bytes: of tensors in one file; a larger tensor has a file of its own.
-        metadata: further entries of the headers.
+        path: the path of the file (``model.safetensors``); several files are named after it.
+        most_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own. None: one file.
+        metadata: further entries of the files' headers.
 
     Raises:
         CheckpointDamaged: the source is damaged.
@@ -63,7 +63,7 @@ def store(source: TensorSource, directory: Path, step: int, meta: object) -> Pat
 
     Raises:
         CheckpointDamaged: the source is damaged.
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = layout.temporary(directory, step, "converted")

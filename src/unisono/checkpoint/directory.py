@@ -1,9 +1,9 @@
-"""The directory of a run's checkpoints: names, order, and how one appears and is removed.
+"""The directory of a run's checkpoints: names, order, and how a checkpoint appears and is removed.
 
     step-00000100/              a complete checkpoint: manifest.json, part-0.safetensors, part-1...
-    LATEST                      has the name of the newest; replaced atomically
-    .step-00000200.7.tmp/       in progress, by the workers of attempt 7
-    .step-00000100.replaced/    replaces step-00000100 between two renames
+    LATEST                      has the name of the newest checkpoint; replaced atomically
+    .step-00000200.7.tmp/       a checkpoint in progress, by the workers of attempt 7
+    .step-00000100.replaced/    the former step-00000100, between the two renames that replace it
 
 A name without a leading dot appears by one rename, after all bytes are on disk: such a checkpoint is complete.
 """
@@ -72,7 +72,7 @@ def _directories(directory: Path) -> list[Path]:
 
 
 def newest_first(steps: Sequence[int], latest: int | None) -> list[int]:
-    """The order in which checkpoints are tried: `latest`, older ones from the newest on, then those after it.
+    """The order in which checkpoints are tried: `latest`, then older steps from the newest on, then steps after it.
 
     Steps after the latest were written before the run rolled back to an earlier step.
     """
@@ -84,7 +84,7 @@ def read_latest(directory: Path) -> int | None:
     """The step in LATEST; None if there is no LATEST yet.
 
     Raises:
-        CheckpointDamaged: it is damaged, or names a checkpoint that does not exist.
+        CheckpointDamaged: LATEST is damaged, or names a checkpoint that does not exist.
     """
     path = directory / LATEST
     try:
@@ -104,7 +104,10 @@ def write_latest(directory: Path, step: int) -> None:
 
 
 def put_in_place(temporary: Path, directory: Path, step: int) -> None:
-    """Make the complete directory `temporary` the checkpoint of `step`; one of the two is readable at any moment."""
+    """Make the complete directory `temporary` the checkpoint of `step`.
+
+    If there is one already, either it or the new checkpoint can be read at any moment.
+    """
     final, replaced = directory / step_name(step), directory / f".{step_name(step)}.replaced"
     if final.exists():
         atomic.move(final, replaced)
@@ -121,7 +124,7 @@ def prune(directory: Path, latest: int, keep: int) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Clean up after an earlier attempt: restore what it was replacing, remove what it was writing."""
+    """Clean up after an earlier attempt: restore a checkpoint that it was replacing, remove what it was writing."""
     for path in _directories(directory):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
@@ -150,8 +153,8 @@ def read_small(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link.
-        ValueError: it is longer, or no regular file.
+        OSError: the file cannot be opened, or is a symbolic link.
+        ValueError: the file is longer, or is no regular file.
     """
     descriptor = open_to_read(path)
     with open(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""Hashes of tensors: `fingerprint` of a set of them, `checksum` of the bytes of one.
+"""Hashes of tensors: `fingerprint` of a set of tensors, `checksum` of the bytes of one tensor.
 
 A fingerprint hashes this encoding, name by name in the order of Unicode code points. Every number is 8 bytes, unsigned,
 little-endian, so that no two different sets of tensors have the same encoding:
@@ -34,7 +34,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def fingerprint_of(source: TensorSource, prefix: str = "model/") -> str:
     """The `fingerprint` of the tensors in `source` whose names begin with `prefix`, without that prefix.
 
-    It is that of the whole tensors, whatever boxes were written. They are read a few megabytes at a time.
+    It is the fingerprint of the whole tensors, whichever boxes were written. They are read a few megabytes at a time.
     """
     names = sorted(name for name in source.specs if name.startswith(prefix))
     return _digest((name.removeprefix(prefix), source.specs[name], source.stream(name)) for name in names)

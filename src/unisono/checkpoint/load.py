@@ -23,6 +23,7 @@ def newest(
 
     Args:
         on_damaged: called with the error of each damaged checkpoint, which is skipped.
+        read: ``read(path)`` raises `CheckpointDamaged` if the checkpoint at `path` is damaged.
 
     Raises:
         CheckpointDamaged: there are checkpoints, and all are damaged.

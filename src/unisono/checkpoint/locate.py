@@ -1,4 +1,4 @@
-"""Finds checkpoints in a run's directory, a directory of checkpoints, or one of them."""
+"""Finds checkpoints in a run's directory or a directory of checkpoints, or at the path of a single checkpoint."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from unisono.errors import CheckpointDamaged, InvalidInput
 
 
 def checkpoints_directory(directory: Path) -> Path:
-    """The directory of checkpoints in a run's `directory`; for any other, `directory` itself."""
+    """The directory of checkpoints in a run's `directory`; for any other directory, `directory` itself."""
     return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
 
 
 def find_checkpoints(directory: Path, field: str) -> list[Path]:
-    """All checkpoints in `directory`, oldest first; or `directory`, if it is one.
+    """All checkpoints in `directory`, oldest first; only `directory` if it is itself a checkpoint.
 
     Args:
-        field: name of the directory in the error.
+        field: what the error calls the directory.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no checkpoint.
     """
     if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
         return [directory]
     paths = [path for _, path in checkpoints(checkpoints_directory(directory))]
     if not paths:
         raise InvalidInput(
-            field, str(directory), "there is no checkpoint", "name a run, its checkpoints or one of them"
+            field, str(directory), "there is no checkpoint", "name the directory of a run, of its checkpoints or of one"
         )
     return paths
 
@@ -40,7 +40,7 @@ def open_found(directory: Path, field: str, on_damaged: Callable[[CheckpointDama
 
     Raises:
         InvalidInput: as `find_checkpoints`.
-        CheckpointDamaged: all are damaged.
+        CheckpointDamaged: all checkpoints are damaged.
     """
     if find_checkpoints(directory, field) == [directory]:
         return open_checkpoint(directory)

@@ -3,8 +3,8 @@
 `manifest.json` describes the whole checkpoint, `part-r.json` (while the checkpoint is in progress) the part file of
 worker r. Both are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that field.
 
-A tensor that is whole in one part file is written ``{"dtype", "shape", "part", "xxh3"}``, one in several boxes
-``{"dtype", "shape", "boxes": [{"part", "offset", "size", "xxh3"}, ...]}``. Format 1 has only the first.
+A tensor that is whole in one part file is written ``{"dtype", "shape", "part", "xxh3"}``. A tensor in several boxes is
+written ``{"dtype", "shape", "boxes": [{"part", "offset", "size", "xxh3"}, ...]}``. Format 1 has only whole tensors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SEAL = ',"sha256":"{}"}}\n'
 class Entry:
     """A box of a tensor and the 128-bit XXH3 of its bytes, by which damage is located.
 
-    It guards against accidents: a process that can forge the checkpoint can forge checksums too. A cryptographic hash
-    would cost ten times as much time.
+    This hash guards against accidents only: a process that can forge the checkpoint can forge hashes too. A
+    cryptographic hash would cost ten times as much time.
     """
 
     shard: TensorShard
@@ -41,8 +41,8 @@ class Entry:
 class PartFile:
     """One worker's file: its length in bytes and its boxes.
 
-    Nothing else needs a checksum: the header follows from the boxes (see `container`), and the rest is tensors without
-    gaps. So every byte is hashed once.
+    Nothing but the boxes needs a checksum: the header follows from them (see `container`), and the rest of the file is
+    tensors without gaps. So every byte is hashed once.
     """
 
     nbytes: int
@@ -59,7 +59,7 @@ class Manifest:
 
     @property
     def tensors(self) -> dict[str, list[tuple[int, Entry]]]:
-        """By name: the boxes of each tensor, with the number of the part file that has them."""
+        """For each tensor, by name, its boxes, each with the number of the part file that has it."""
         found: dict[str, list[tuple[int, Entry]]] = {}
         for rank, part in enumerate(self.parts):
             for name, entry in part.tensors.items():
@@ -82,7 +82,7 @@ def unseal(sealed: bytes) -> dict[str, Any]:
     """The fields of sealed JSON.
 
     Raises:
-        ValueError: the seal does not match, or it is not a JSON object.
+        ValueError: the seal does not match the content, or the content is not a JSON object.
     """
     cut = max(len(sealed) - len(SEAL.format("0" * 64)), 0)
     body, end = sealed[:cut], sealed[cut:]
@@ -126,8 +126,8 @@ def decode_manifest(sealed: bytes) -> Manifest:
     """Inverse of `encode_manifest`.
 
     Raises:
-        ValueError: it is not a manifest that this package wrote; where boxes overlap or leave a gap, names the tensor
-            and the region.
+        ValueError: this is not a manifest that this package wrote. If boxes overlap or leave a gap, the message names
+            the tensor and the region.
     """
     fields = _versioned(sealed)
     files = _object(fields, "parts")
@@ -138,7 +138,7 @@ def decode_manifest(sealed: bytes) -> Manifest:
         for box in _boxes(name, tensor):
             rank = _whole(box, "part") if isinstance(box, dict) else -1
             if not 0 <= rank < len(files) or name in held[rank]:
-                raise ValueError(f"tensor {name!r} is in no part, or twice in one")
+                raise ValueError(f"tensor {name!r} is in a part file that does not exist, or twice in one")
             held[rank][name] = _decode_entry(name, tensor, box)
     if "meta" not in fields:
         raise ValueError("meta is missing")
@@ -187,7 +187,7 @@ def _boxes(name: str, tensor: Any) -> list[Any]:
     if not isinstance(tensor, dict) or "boxes" not in tensor:
         return [tensor]
     if "part" in tensor or not tensor["boxes"]:
-        raise ValueError(f"tensor {name!r} is both whole and cut, or nowhere")
+        raise ValueError(f"tensor {name!r} has both boxes and a part file of its own, or an empty list of boxes")
     boxes: list[Any] = _field(tensor, "boxes", list)
     return boxes
 

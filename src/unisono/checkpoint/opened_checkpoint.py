@@ -20,7 +20,7 @@ from unisono.checkpoint.tensor_stream import CHUNK, read_exactly
 from unisono.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from unisono.tensors.box import Box, slabs
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size: copies need no dtype
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size: elements are copied as bits
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class StoredBox:
 class OpenedCheckpoint:
     """A checkpoint whose manifest is sound, and whose part files have their full length.
 
-    Bytes are verified when they are first read, by the digest of their box, and never used before.
+    Bytes are verified when they are first read, by the digest of their box, and are not used unless it matches.
 
     Args:
-        path: its directory.
-        manifest: of the checkpoint.
+        path: the checkpoint's directory.
+        manifest: the checkpoint's manifest.
         stored: the boxes of each tensor, by name.
     """
 
@@ -62,10 +62,10 @@ class OpenedCheckpoint:
         self._verified: set[StoredBox] = set()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of tensor `name`, by default the whole: a new contiguous tensor on the CPU.
+        """A box of tensor `name`, by default the whole tensor, as a new contiguous tensor on the CPU.
 
         Raises:
-            CheckpointMismatch: there is no such tensor, or its shape is not that of the box.
+            CheckpointMismatch: there is no such tensor, or `box` is a box of a tensor of another shape.
             CheckpointDamaged: names the file, the tensor and the region that are damaged.
         """
         spec = self.specs.get(name)
@@ -90,7 +90,7 @@ class OpenedCheckpoint:
             yield raw_bytes(self.read(name, slab))
 
     def verify(self, stored: StoredBox) -> None:
-        """Read one box and compare its digest, once. Raises CheckpointDamaged."""
+        """Read one box and compare its digest, unless this was done before. Raises CheckpointDamaged."""
         if stored not in self._verified:
             with damage(stored.file), open(layout.open_to_read(stored.file), "rb", buffering=0) as file:
                 self._check(stored, (raw_bytes(piece) for _, piece in _pieces(file.fileno(), stored, stored.box)))
@@ -136,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
     with damage(file):
         manifest = decode_manifest(layout.read_small(file, layout.JSON_LIMIT))
     if layout.step_of(path.name.strip(".").removesuffix(".replaced")) not in (None, manifest.step):
-        raise CheckpointDamaged(f"{file}: it is the manifest of step {manifest.step}")
+        raise CheckpointDamaged(f"{file}: it is the manifest of step {manifest.step}, in the directory of another step")
     return manifest
 
 
@@ -148,7 +148,8 @@ def read_part(file: Path, part: PartFile) -> list[StoredBox]:
             length = os.fstat(stream.fileno()).st_size
             # All lengths must agree before memory is allocated.
             if length != part.nbytes or length != expected.nbytes:
-                raise ValueError(f"{length} bytes long, where {part.nbytes} were written for {expected.nbytes} to hold")
+                expectation = f"the manifest says {part.nbytes}, and its boxes take {expected.nbytes}"
+                raise ValueError(f"it has {length} bytes, but {expectation}")
             if stream.read(len(expected.header)) != expected.header:
                 raise ValueError("its header is not what was written")
     return [StoredBox(slot.name, file, slot.begin, part.tensors[slot.name]) for slot in expected.slots]
@@ -156,7 +157,7 @@ def read_part(file: Path, part: PartFile) -> list[StoredBox]:
 
 @contextlib.contextmanager
 def damage(file: Path) -> Iterator[None]:
-    """Turn errors in the block into `CheckpointDamaged` of `file`."""
+    """A context that turns errors into `CheckpointDamaged`, with the name of `file`."""
     try:
         yield
     except CheckpointDamaged:
@@ -196,11 +197,11 @@ def _putting(pieces: Iterator[tuple[Box, Tensor]], common: Box, target: Tensor) 
 
 
 def _put(slab: Box, piece: Tensor, common: Box, target: Tensor) -> None:
-    """Copy the overlap of `slab`, whose elements are `piece`, and `common`, whose elements are `target`."""
+    """Copy the overlap of `slab` and `common` from `piece`, the elements of `slab`, to `target`, those of `common`."""
     if both := slab.overlap(common):
         target[both.slices(common)].copy_(piece[both.slices(slab)])
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A view as integers of the same size."""
+    """A view of `tensor` as integers of the same size."""
     return tensor.view(_BITS[tensor.itemsize])

@@ -39,10 +39,10 @@ ShardMap = Mapping[str, TensorShard]
 
 
 def shards_of(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, TensorShard]:
-    """The shards that `tensors` are, by global name.
+    """The dtype and box of each of `tensors`, by global name.
 
     Args:
-        boxes: the box of each; a tensor without one is whole.
+        boxes: for each tensor that is a shard, by name, its box; a tensor without a box is whole.
 
     Raises:
         ValueError: a tensor differs in size from its box, or a box has no tensor.
@@ -51,7 +51,8 @@ def shards_of(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = N
     for name, box in boxes.items():
         if name not in tensors or tuple(tensors[name].shape) != box.size:
             found = list(tensors[name].shape) if name in tensors else "missing"
-            raise ValueError(f"tensor {name!r} is {found}, and its box {box} of {list(box.shape)}")
+            size = f"its box {box} of {list(box.shape)} has size {list(box.size)}"
+            raise ValueError(f"tensor {name!r} is {found}, but {size}")
     return {name: TensorShard(x.dtype, boxes.get(name) or Box.whole(x.shape)) for name, x in tensors.items()}
 
 
@@ -83,8 +84,8 @@ def write_plan(holders: Sequence[ShardMap]) -> list[dict[str, TensorShard]]:
     The result is equal on all ranks for equal `holders`, so they need not communicate.
 
     Raises:
-        CheckpointError: names a tensor, and the region of it, that no rank holds, that several ranks hold in boxes
-            which overlap without being equal, or on whose dtype or shape ranks do not agree.
+        CheckpointError: no rank holds a region of a tensor, boxes of several ranks overlap without being equal, or
+            ranks disagree on a dtype or shape; names the tensor and the region.
     """
     ranks_of = _holders(holders)
     for name, boxes in ranks_of.items():
@@ -100,12 +101,12 @@ def write_plan(holders: Sequence[ShardMap]) -> list[dict[str, TensorShard]]:
 
 
 def _is_written(box: Box) -> bool:
-    """False for an empty box of a tensor that is not empty."""
+    """Whether the box is written: not if it is an empty box of a tensor that is not empty."""
     return box.numel > 0 or math.prod(box.shape) == 0
 
 
 def _holders(holders: Sequence[ShardMap]) -> dict[str, dict[Box, list[int]]]:
-    """By name, the ranks that hold each box. An empty tensor has one box, the whole."""
+    """For each tensor, by name, the ranks that hold each of its boxes. An empty tensor has one box, the whole."""
     found: dict[str, dict[Box, list[int]]] = {}
     first: dict[str, Spec] = {}
     for rank, shards in enumerate(holders):

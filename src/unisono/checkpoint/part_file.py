@@ -31,10 +31,10 @@ def write_part(
     image: Image,
     stopped: Callable[[], bool],
 ) -> PartFile:
-    """Write the file image durably into `directory`, then its report, whose presence marks it as complete.
+    """Write the part file `image` durably into `directory`, then its report, whose presence marks it as complete.
 
     Raises:
-        OSError: it cannot be written; the partial file is removed.
+        OSError: a file cannot be written; the partial file is removed.
         WriteStopped: `stopped` returned true between two chunks; the partial file is removed.
     """
     path, report = directory / part_file(rank), directory / report_file(rank)

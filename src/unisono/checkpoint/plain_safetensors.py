@@ -1,4 +1,4 @@
-"""Reads safetensors files of other programs: one file, or several with an index, as of transformers."""
+"""Reads safetensors files of other programs: one file, or several with an index, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PlainSafetensors:
     """Tensors of one or more safetensors files, read one at a time.
 
     Args:
-        slots: by name, the file of each tensor and its position in it.
-        metadata: of the header of the first file.
+        slots: for each tensor, by name, its file and its position in the file.
+        metadata: the metadata in the header of the first file.
     """
 
     def __init__(self, slots: Mapping[str, tuple[Path, Slot]], metadata: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ def _slot(name: str, entry: Any, start: int) -> Slot:
     spec = Spec(_dtype(name, fields.get("dtype")), tuple(shape))  # type: ignore[arg-type]
     begin, end = offsets  # type: ignore[misc]
     if end - begin != spec.nbytes:
-        raise ValueError(f"tensor {name!r} ({spec}) has {end - begin} bytes")
+        raise ValueError(f"tensor {name!r} has {end - begin} bytes, but {spec} takes {spec.nbytes}")
     return Slot(name, spec, start + begin, start + end)
 
 
@@ -136,4 +136,4 @@ def _check_runs(slots: Mapping[str, Slot], start: int, nbytes: int) -> None:
             raise ValueError(f"tensor {slot.name!r} does not begin where the one before it ends")
         end = slot.end
     if end != nbytes:
-        raise ValueError(f"{nbytes} bytes long, where its tensors end at {end}")
+        raise ValueError(f"it has {nbytes} bytes, but its tensors end at byte {end}")

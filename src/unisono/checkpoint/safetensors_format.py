@@ -79,7 +79,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Container:
-    """One file: its header and the position of each tensor."""
+    """The structure of one safetensors file: its header and the position of each tensor."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -101,7 +101,7 @@ def container(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
         metadata: further entries of the header, next to ``format``.
 
     Raises:
-        CheckpointError: the format does not allow a dtype or a name, or so many tensors in one header.
+        CheckpointError: the format does not allow a dtype or a name, or a header as long as these tensors need.
     """
     for name, spec in specs.items():
         if spec.dtype not in CODES or name == "__metadata__":

@@ -26,15 +26,15 @@ class Image(Protocol):
     """The content of a file that is being written.
 
     Attributes:
-        container: its header and the positions of tensors.
-        tensors: its boxes with digests; complete after the last chunk.
+        container: the file's header, and the positions of tensors in it.
+        tensors: the boxes in the file, with their digests; complete after the last chunk.
     """
 
     container: Container
     tensors: Mapping[str, Entry]
 
     def chunks(self) -> Iterator[memoryview]:
-        """The file from its beginning, in whole pages; each chunk is valid until the next."""
+        """The file from its beginning, in whole pages; each chunk is valid until the next is requested."""
         ...
 
 
@@ -42,8 +42,8 @@ class Staging:
     """A copy of the tensors. Its memory is allocated once, and reused for checkpoints of the same tensors.
 
     Args:
-        shards: in the file, by name.
-        pinned: allocate pinned memory, to which a CUDA device copies asynchronously.
+        shards: the shards in the file, by name.
+        pinned: whether to allocate pinned memory, to which a CUDA device copies asynchronously.
     """
 
     def __init__(self, shards: Mapping[str, TensorShard], pinned: bool) -> None:
@@ -57,7 +57,7 @@ class Staging:
         image[: len(header)] = header
 
     def copy(self, tensors: Mapping[str, Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
-        """Copy the elements; returns when that is complete. Large copies release the GIL."""
+        """Copy the elements of `tensors`; returns when the copy is complete. Large copies release the GIL."""
         image = np.frombuffer(self.image, dtype=np.uint8)
         digests: dict[str, str] = {}
         for slot in self.container.slots:
@@ -85,8 +85,8 @@ class Window:
     """Tensors that do not change until they are written; at most `WINDOW` bytes are copied at a time.
 
     Args:
-        shards: in the file, by name.
-        tensors: of this worker, by name.
+        shards: the shards in the file, by name.
+        tensors: the tensors of this worker, by name.
     """
 
     def __init__(self, shards: Mapping[str, TensorShard], tensors: Mapping[str, Tensor]) -> None:
@@ -124,7 +124,7 @@ def _container(shards: Mapping[str, TensorShard]) -> Container:
 
 
 def _copy_and_digest(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> str:
-    """Copy, and hash each piece while it is in the cache, so that memory is read once."""
+    """Copy `source`, and hash each piece while it is in the cache, so that memory is read once."""
     digest = xxh3_128()
     for begin in range(0, len(source), PIECE):
         piece = target[begin : begin + PIECE]

@@ -19,11 +19,11 @@ class TensorSource(Protocol):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Dtype and shape of each."""
+        """Dtype and shape of each tensor, by name."""
         ...
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """The elements in row-major order, little-endian, a few megabytes at a time; each is valid until the next."""
+        """The elements in row-major order, little-endian, in pieces of a few megabytes, each valid until the next."""
         ...
 
 
@@ -31,7 +31,7 @@ class Renamed:
     """Some of a source's tensors under other names.
 
     Args:
-        names: new name to name in `source`.
+        names: for each new name, the tensor's name in `source`.
     """
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
@@ -39,12 +39,12 @@ class Renamed:
         self.specs: Mapping[str, Spec] = {new: source.specs[old] for new, old in names.items()}
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """As of `TensorSource`."""
+        """See `TensorSource.stream`."""
         return self._source.stream(self._names[name])
 
 
 def read_exactly(descriptor: int, memory: memoryview, position: int) -> None:
-    """Fill `memory` with a file's bytes from `position` on. Raises ValueError if the file ends before."""
+    """Fill `memory` with a file's bytes from `position` on. Raises ValueError if the file ends before that."""
     while memory:
         count = os.preadv(descriptor, [memory], position)
         if not count:

@@ -11,7 +11,7 @@ from unisono.errors import CheckpointDamaged
 
 
 def damages(path: Path) -> Iterator[str]:
-    """One sentence for each file of the checkpoint in `path` that is damaged, with its tensors.
+    """One sentence for each damaged file or box of the checkpoint in `path`, with the tensors in it.
 
     Digests of all bytes are compared, a few megabytes at a time.
     """

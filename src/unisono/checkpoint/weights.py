@@ -9,13 +9,13 @@ from torch import Tensor
 
 from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint
 
-WEIGHTS = "model/"  # before the names of parameters and buffers
+WEIGHTS = "model/"  # prefix of the names of parameters and buffers in a checkpoint
 
 
 def weights_in(opened: OpenedCheckpoint) -> dict[str, str]:
     """Names in ``model.state_dict()``, mapped to the names of the same tensors in the checkpoint.
 
-    Of a tensor with several names, the first. Non-persistent buffers are left out.
+    A tensor with several names is listed under the first. Non-persistent buffers are left out.
     """
     left_out = set(_meta(opened).get("transient", ()))
     names = {name.removeprefix(WEIGHTS): name for name in opened.specs if name.startswith(WEIGHTS)}
@@ -23,7 +23,7 @@ def weights_in(opened: OpenedCheckpoint) -> dict[str, str]:
 
 
 def read_weights(opened: OpenedCheckpoint) -> dict[str, Tensor]:
-    """The tensors of `weights_in` in host memory, those with several names under each of them.
+    """The tensors of `weights_in` in host memory; a tensor with several names is listed under each of them.
 
     Raises:
         CheckpointDamaged: names the file and the tensor.

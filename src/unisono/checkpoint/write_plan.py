@@ -10,11 +10,13 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def plan_replicated_writes(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
-    """The names that each rank writes if all have all tensors, balanced by bytes; see `plan_writes`.
+    """The names of the tensors that each rank writes, balanced by bytes, if all ranks have all of them.
+
+    See `plan_writes`.
 
     Args:
-        sizes: bytes of each tensor.
-        workers: how many write, at least 1.
+        sizes: the bytes of each tensor, by name.
+        workers: the number of ranks that write, at least 1.
 
     Raises:
         ValueError: `workers` is below 1.
@@ -27,14 +29,14 @@ def plan_replicated_writes(sizes: Mapping[str, int], workers: int) -> list[list[
 def plan_writes(sizes: Mapping[Item, int], holders: Mapping[Item, Sequence[int]], workers: int) -> list[list[Item]]:
     """The items that each rank writes, balanced by bytes; equal on all ranks for equal arguments.
 
-    An item of one holder is written by it. Each other item, largest first, goes to the holder with the fewest bytes so
-    far (Graham 1969, LPT: if all ranks hold all items, none gets more than 4/3 of the optimal maximum). Ties are broken
-    by item and by rank. Every item is in exactly one list; a list is sorted and may be empty.
+    An item with a single holder is written by that rank. Each other item, largest first, goes to the holder with the
+    fewest bytes so far (Graham 1969, LPT: if all ranks hold all items, no rank gets more than 4/3 of the optimal
+    maximum). Ties are broken by item and by rank. Every item is in exactly one list; a list is sorted and may be empty.
 
     Args:
-        sizes: bytes of each item.
-        holders: the ranks that have each item, in order.
-        workers: number of ranks.
+        sizes: the bytes of each item.
+        holders: for each item, the ranks that have it, in order.
+        workers: the number of ranks.
     """
     items: list[list[Item]] = [[] for _ in range(workers)]
     loads = [0] * workers

@@ -11,11 +11,12 @@ from unisono.errors import InvalidInput
 def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
     """Contiguous ranges of ``range(micro_batches)``, one per worker, in proportion to `shares`.
 
-    By largest remainder, ties to the lower rank. Every worker with a positive share has at least one.
+    Divides by largest remainder, with ties to the lower rank. Every worker with a positive share gets at least one
+    micro-batch.
 
     Raises:
-        InvalidInput: more workers with a positive share than micro-batches.
-        ValueError: a share that is negative or not finite, or none that is positive.
+        InvalidInput: there are more workers with a positive share than micro-batches.
+        ValueError: a share is negative or not finite, or no share is positive.
     """
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
         raise ValueError(f"shares={list(shares)}: they must be finite and 0 or more, one of them above 0")

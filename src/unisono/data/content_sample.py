@@ -30,21 +30,21 @@ from unisono.data.fork_setup import set_up_child
 from unisono.tensors.batch import parts
 
 MOST_ITEMS = 12  # a dataset with a private generator seldom returns so many equal samples twice
-_SECONDS = 2.0  # to read all of them twice
+_SECONDS = 2.0  # time to read all of them twice
 _MOST_BYTES = 1 << 12  # a pipe accepts this many at once
-_MOST_NUMBERS = 1 << 20  # of one array that are read
-_TOLERANCE = 0.02  # relative to `size`
+_MOST_NUMBERS = 1 << 20  # so many numbers of an array are read
+_TOLERANCE = 0.02  # relative to `SampleSummary.size`
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What is compared of one sample.
+    """A summary of one sample, by which two hosts compare it.
 
     Args:
-        index: of the sample.
-        exact: digest of structure, shapes, integers and texts.
-        size: root mean square of all floating-point numbers.
-        projection: of the floating-point numbers on a fixed direction, on the scale of `size`.
+        index: the sample's index.
+        exact: a digest of structure, shapes, integers and texts.
+        size: the root mean square of all floating-point numbers and 8-bit pixels.
+        projection: the projection of these numbers on a fixed direction, on the scale of `size`.
     """
 
     index: int
@@ -121,7 +121,7 @@ def _run_reader(dataset: Any, pipe: int, parent: int) -> None:
 
 
 def _discard_output() -> None:
-    """Discard what the dataset prints and logs: it appears when training reads the sample."""
+    """Discard what the dataset prints and logs, as it prints and logs this again when training reads the sample."""
     nothing = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     os.dup2(nothing.fileno(), 1)
     os.dup2(nothing.fileno(), 2)

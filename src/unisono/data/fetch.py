@@ -23,7 +23,7 @@ Key = tuple[int, int]
 Fetched = tuple[Batch, float]
 """A batch, and the seconds that it took to fetch."""
 
-ALL = -1  # in place of the number of one sample
+ALL = -1  # in place of a sample's index: all samples of a micro-batch
 
 
 class Fetch:
@@ -54,10 +54,10 @@ class Fetch:
         return self._tensors is not None
 
     def __call__(self, step: int, micro_batch: int) -> Batch:
-        """The batch. Random numbers come from the generators of the process as they are.
+        """The batch of `micro_batch` in `step`. Random numbers come from the generators of the process as they are.
 
         Raises:
-            Exception: of the dataset or `collate`, with a note that names sample and micro-batch.
+            Exception: the dataset or `collate` raised it; a note names sample and micro-batch.
         """
         indices = self._plan.indices(step, micro_batch)
         if self._tensors is not None:
@@ -73,7 +73,7 @@ class Fetch:
         return [int(index) for index in self._plan.indices(step, micro_batch)]
 
     def seeded(self, step: int, micro_batch: int) -> Batch:
-        """The batch, with random numbers of its own stream; the generators of the process are restored."""
+        """As a call, with random numbers of the micro-batch's own stream; restores the generators of the process."""
         if self.bulk:
             return self(step, micro_batch)
         return self.fetch_and_detect(step, micro_batch)[0]
@@ -88,7 +88,7 @@ class Fetch:
         return [indices[row] for row in sorted(rows)]
 
     def fetch_and_detect(self, step: int, micro_batch: int) -> tuple[Batch, bool]:
-        """As `seeded`, and whether the dataset drew random numbers."""
+        """The batch that `seeded` returns, and whether the dataset drew random numbers."""
         before = _states()
         seed_load(stream(self._seed, step, micro_batch, "load"))
         try:
@@ -123,7 +123,10 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
-    """The tensors of a tensor dataset, and the row indices of each `Subset` around it, outermost first; else None."""
+    """The tensors of a tensor dataset, and the row indices of each `Subset` around it, outermost first.
+
+    None for any other dataset.
+    """
     subsets: list[Tensor] = []
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""How samples are fetched, as values."""
+"""The ways to fetch samples, as values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inline:
-    """In the training thread, when the micro-batch is needed. Best if fetching is faster than a switch of threads."""
+    """Fetch samples in the training thread, when their micro-batch is needed.
+
+    Best if fetching is faster than a switch of threads.
+    """
 
 
 @dataclass(frozen=True)
 class Threads:
-    """In a background thread, `ahead` micro-batches before they are needed.
+    """Fetch samples in a background thread, `ahead` micro-batches before they are needed.
 
-    Not for datasets that draw random numbers, since torch's generators are shared by the whole process.
+    Refused for datasets that draw random numbers, since torch's generators are shared by the whole process.
     """
 
     ahead: int = 2
@@ -26,7 +29,10 @@ class Threads:
 
 @dataclass(frozen=True)
 class Processes:
-    """In `count` background processes, each `ahead` micro-batches in advance. For datasets that compute."""
+    """Fetch samples in `count` background processes, each `ahead` micro-batches in advance.
+
+    Best for datasets that compute their samples.
+    """
 
     count: int = 1
     ahead: int = 2

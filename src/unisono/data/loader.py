@@ -17,7 +17,7 @@ from unisono.data.processes import LoadingProcesses
 from unisono.errors import InvalidInput
 from unisono.tensors.batch import Batch
 
-INLINE_BELOW_BYTES = 1 << 20  # of tensors in memory: copying them is faster than a switch of threads
+INLINE_BELOW_BYTES = 1 << 20  # copying so many bytes of tensors in memory is faster than a switch of threads
 INLINE_BELOW_SECONDS = 300e-6
 """Batches that are fetched faster are not fetched in advance; a switch of threads takes about a tenth of this."""
 
@@ -38,13 +38,14 @@ class Loader:
             loading processes. Excludes batches that were fetched when needed.
 
     Args:
-        dataset: map-style; ``__getitems__`` is used where it exists.
+        dataset: a map-style dataset; ``__getitems__`` is used where it exists.
+        plan: which samples each micro-batch has.
         mine: returns this worker's micro-batches of a step.
         collate: makes a batch of a list of samples. Default: torch's.
-        load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or took less
-            than 300 us, else `Threads`.
-        seed: of the random numbers that the dataset draws.
-        steps: consecutive steps.
+        load: how samples are fetched. None: the loader fetches the first micro-batch and chooses. It takes `Inline` if
+            the dataset drew random numbers or took less than 300 us, else `Threads`.
+        seed: the seed of the random numbers that the dataset draws.
+        steps: the consecutive steps that are fetched in advance.
         notice: called with one sentence for each loading process that exited and was replaced.
 
     Raises:
@@ -76,7 +77,7 @@ class Loader:
         """This worker's micro-batches of `step` and their numbers, in order. A step may be requested again.
 
         Raises:
-            Exception: of the dataset, with a note that names sample and micro-batch.
+            Exception: the dataset raised it; a note names sample and micro-batch.
             LoadingFailed: two processes exited on the same sample.
         """
         return self._all(step, self._mine(step))
@@ -94,7 +95,7 @@ class Loader:
         `leases` is advanced as far ahead as batches are fetched.
 
         Raises:
-            Exception: of the dataset, with a note that names sample and micro-batch.
+            Exception: the dataset raised it; a note names sample and micro-batch.
         """
         leased: deque[tuple[int, range]] = deque()
 
@@ -158,7 +159,7 @@ class Loader:
 class _BatchSource(Protocol):
     """Batches in a fixed order, fetched in advance.
 
-    `next` is the key of the batch that `take` returns, with the seconds that it took to fetch.
+    `take` returns the next batch and the seconds that it took to fetch; `next` is the key of that batch.
     """
 
     @property

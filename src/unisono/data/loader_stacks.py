@@ -16,7 +16,7 @@ _POLLS, _POLL_SECONDS = 20, 0.005  # a response takes a fraction of the latter
 
 
 class LoaderStacks:
-    """Stack traces of `count` processes; construct it before they are forked.
+    """Collects stack traces of `count` processes; construct it before they are forked.
 
     A process responds even if it is blocked in native code: the interpreter writes the stack of its main thread in a
     signal handler, and continues.

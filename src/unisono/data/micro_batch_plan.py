@@ -14,19 +14,22 @@ from unisono.errors import InvalidInput
 
 @dataclass(frozen=True, init=False)
 class MicroBatchPlan:
-    """Step *t* computes positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches.
+    """Which samples each micro-batch of each step has.
 
-    Position *p* is the ``p % samples``-th of epoch ``p // samples``. Each epoch has another order and contains every
-    sample once; a batch may span two epochs.
+    Step *t* computes positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches. Position *p* is the
+    ``p % samples``-th sample of epoch ``p // samples``. Each epoch has another order and contains every sample once; a
+    batch may span two epochs.
 
     Args:
-        samples: in the dataset.
-        global_batch: samples of one step, *B*.
-        micro_batch: samples of one pass. Default: the largest divisor of `global_batch` up to a quarter of it.
-        seed: of the order.
+        samples: the number of samples in the dataset.
+        global_batch: the number of samples of one step, *B*.
+        micro_batch: the number of samples of one pass. Default: the largest divisor of `global_batch` up to a quarter
+            of it.
+        seed: the seed of the order.
 
     Raises:
-        InvalidInput: an empty dataset, one smaller than `global_batch`, a `micro_batch` that does not divide.
+        InvalidInput: the dataset is empty or smaller than `global_batch`, or `micro_batch` does not divide
+            `global_batch`.
     """
 
     samples: int
@@ -44,7 +47,7 @@ class MicroBatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one step."""
+        """The number of micro-batches of one step."""
         return self.global_batch // self.micro_batch
 
     def positions(self, step: int, micro_batch: int) -> range:

@@ -1,8 +1,8 @@
 """A seeded permutation of any number of samples, computed per position without storage.
 
 A balanced Feistel network on pairs of numbers below ``a = ceil(sqrt(size))`` is a bijection of
-``range(a * a)`` for any round function (Luby & Rackoff 1988). Cycle walking, which applies it again until the value is
-below `size`, makes it one of ``range(size)`` (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). The
+``range(a * a)`` for any round function (Luby & Rackoff 1988). Cycle walking applies it again until the value is below
+`size`. This gives a bijection of ``range(size)`` (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). The
 square is hardly larger than the size, so few positions need a second application.
 """
 

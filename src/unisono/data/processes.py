@@ -50,7 +50,7 @@ class LoadingProcesses:
     """
 
     def __init__(self, fetch: Fetch, keys: Iterator[Key], load: Processes, notice: Callable[[str], None]) -> None:
-        get_temp_dir()  # inherited; a directory that a killed process had created for its sockets would remain
+        get_temp_dir()  # so that processes inherit it: a directory that a killed process has made would remain
         self._keys = keys
         self._stacks = LoaderStacks(load.count)
         self._slots = [_LoaderSlot(number, fetch, self._stacks, notice) for number in range(load.count)]
@@ -68,7 +68,7 @@ class LoadingProcesses:
         """The next batch, and the seconds that it took to fetch, divided by the number of processes.
 
         Raises:
-            Exception: of the dataset.
+            Exception: the dataset raised it in the other process.
             LoadingFailed: a process and its replacement exited on the same sample.
         """
         _, slot = self._requested.popleft()
@@ -209,7 +209,7 @@ class _LoaderSlot:
         self._start()
 
     def _has_ended(self, within_seconds: float) -> bool:
-        """Whether it has exited, by its sentinel, since user code may have waited for child processes."""
+        """Whether the process has exited, by its sentinel, since user code may have waited for child processes."""
         return bool(wait([self._process.sentinel], within_seconds))
 
     def _how(self) -> str:

@@ -17,10 +17,10 @@ class RemoteException:
     """An exception as a value that can be pickled.
 
     Args:
-        error: without a traceback; a RuntimeError with the same text if it cannot be pickled.
-        notes: that were added to it.
-        lines: of its traceback, outermost first.
-        cause, context, suppressed: those of the exception.
+        error: the exception without its traceback; a RuntimeError with the same text if it cannot be pickled.
+        notes: the notes that were added to the exception.
+        lines: the lines of its traceback, outermost first.
+        cause, context, suppressed: its ``__cause__``, ``__context__`` and ``__suppress_context__``.
     """
 
     error: BaseException

@@ -15,9 +15,9 @@ from statistics import median
 
 from unisono.data.load_modes import Inline, Load, Processes, Threads
 
-HISTORY_STEPS = 12  # a median over them ignores outliers in fewer than half
-HISTORY_SECONDS = 0.5  # however short steps are: load by other programs varies within a few of these
-MIN_GAIN = 0.04  # of a step's time; smaller gains cannot be distinguished from noise with so few steps
+HISTORY_STEPS = 12  # a median over so many steps ignores outliers in fewer than half of them
+HISTORY_SECONDS = 0.5  # the least time of these steps, as the load by other programs varies over a few times this long
+MIN_GAIN = 0.04  # fraction of a step's time; smaller gains cannot be distinguished from noise with so few steps
 
 
 def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
@@ -27,13 +27,16 @@ def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
     lower rank.
 
     Args:
-        seconds: per micro-batch, of each worker.
+        seconds: the seconds that each worker takes per micro-batch.
 
     Raises:
-        ValueError: more workers than micro-batches, or a time that is not finite and above 0.
+        ValueError: there are more workers than micro-batches, or a time is not finite and above 0.
     """
     if not 0 < len(seconds) <= micro_batches or not all(0 < each < math.inf for each in seconds):
-        raise ValueError(f"{micro_batches} micro-batches for workers that take {list(seconds)} seconds each")
+        raise ValueError(
+            f"seconds={list(seconds)}: give 1 to {micro_batches} workers, as there are {micro_batches} micro-batches, "
+            "and finite times above 0"
+        )
     counts = [1] * len(seconds)
     next_done = [(2 * each, worker) for worker, each in enumerate(seconds)]
     heapq.heapify(next_done)
@@ -57,7 +60,7 @@ def slowness(seconds: Sequence[float]) -> list[float]:
 
 
 def most_ahead(load: Load | None) -> int:
-    """The largest number of micro-batches that a worker fetches in advance; None: each worker chooses `load`."""
+    """The largest number of micro-batches that a worker fetches in advance; None: each worker chooses how it loads."""
     if isinstance(load, Processes):
         return load.count * load.ahead
     return 0 if isinstance(load, Inline) else (load or Threads()).ahead
@@ -77,8 +80,8 @@ class PaceHistory:
         """Add the seconds per micro-batch of each worker in one step; returns the medians when there are enough.
 
         Args:
-            paces: 0 for a worker without a measurement; then the step is ignored.
-            micro_batches: the largest number of one worker in the step.
+            paces: 0 for a worker without a measurement; the whole step is ignored then.
+            micro_batches: the largest number of micro-batches that one worker computed in the step.
         """
         if all(0 < pace < math.inf for pace in paces):
             self._paces.append(paces)
@@ -91,14 +94,17 @@ class PaceHistory:
 
 
 class MicroBatchAllocation:
-    """The micro-batches of each batch coordinate at every step: contiguous ranges in order.
+    """The micro-batches that each data-parallel rank computes at every step: contiguous ranges, in order.
+
+    Workers that compute a micro-batch together have the same data-parallel rank; without a layout each worker has its
+    own.
 
     Args:
-        ranges: of the first steps, one for each batch coordinate (see `unisono.layout.RankMesh`).
-        batch_index: the batch coordinate of this worker.
-        representatives: one worker of each batch coordinate, to be named in messages.
-        ahead: see `most_ahead`. An allocation changes from a step on of which no worker has fetched any batch, so that
-            no batch is fetched in vain, or late.
+        ranges: the ranges of the first steps, one for each data-parallel rank.
+        batch_index: the data-parallel rank of this worker.
+        representatives: for each data-parallel rank one worker, to be named in messages.
+        ahead: see `most_ahead`. A new allocation applies from the first step of which no worker has fetched a batch,
+            so no batch is fetched in vain, or late.
     """
 
     def __init__(self, ranges: Sequence[range], batch_index: int, representatives: Sequence[int], ahead: int) -> None:
@@ -108,17 +114,17 @@ class MicroBatchAllocation:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step, over all workers."""
+        """The number of micro-batches of a step, over all workers."""
         return self._since[-1][1][-1].stop
 
     @property
     def counts(self) -> list[int]:
-        """The number of micro-batches of each batch coordinate after the latest change."""
+        """The number of micro-batches of each data-parallel rank after the latest change."""
         return [len(each) for each in self._since[-1][1]]
 
     @property
     def settled_from(self) -> int:
-        """The first step of the latest change."""
+        """The first step to which the latest change applies."""
         return self._since[-1][0]
 
     def mine(self, step: int) -> range:
@@ -152,7 +158,7 @@ class MicroBatchAllocation:
         return True
 
     def roll_back(self, step: int) -> None:
-        """Continue from `step`, not after the current one; batches fetched in advance are discarded."""
+        """Continue with `step` instead of the step after the current one; batches fetched in advance are discarded."""
         self._last_requested = step - 1
 
     def _at(self, step: int) -> list[range]:

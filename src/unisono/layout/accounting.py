@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True, order=True)
 class CollectiveCall:
-    """One message among `ranks`.
+    """One collective operation or message among `ranks`, with its size.
 
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast``, ``send`` or
             ``exchange`` (boxes of tensors that an optimizer needs whole).
         ranks: the ranks of the group, including this one. The receiver of a send is not recorded.
-        bytes: of the whole tensor. Of a gather or scatter, all ranks' parts together; of an all-to-all and an exchange,
-            the bytes for other ranks.
+        bytes: the size of the whole tensor. An all-gather or reduce-scatter counts the parts of all ranks together. An
+            all-to-all or exchange counts only the bytes for other ranks.
     """
 
     kind: str
@@ -35,8 +35,11 @@ class CollectiveCall:
     bytes: int
 
     def sent(self, backend: str) -> float:
-        """Bytes that one rank sends: by a ring for sums, gathers and scatters (Patarasuk & Yuan 2009), as in NCCL and
-        gloo. gloo implements reduce-scatter as all-reduce."""
+        """The number of bytes that one rank sends with `backend`.
+
+        Sums, gathers and scatters are counted as rings (Patarasuk & Yuan 2009), as in NCCL and gloo. gloo implements
+        reduce-scatter as all-reduce.
+        """
         n = len(self.ranks)
         around = (n - 1) / n
         passes = {"send": 1.0, "all-to-all": 1.0, "exchange": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
@@ -46,8 +49,10 @@ class CollectiveCall:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While active, counts every message of this thread and of its backward passes in `seen`. Fake tensors are not
-    sent."""
+    """A dispatch mode that counts every collective and send of this thread and of its backward passes in `seen`.
+
+    An operation on fake tensors is called with empty tensors in their place, so it sends no data.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +88,7 @@ _KINDS = {  # the kind of each operator, and the index of the argument that is s
     "broadcast": ("broadcast", 0),
     "send": ("send", 0),
 }
-_PER_RANK = ("allgather_", "all_gather_into_tensor")  # whose argument is one rank's part
+_PER_RANK = ("allgather_", "all_gather_into_tensor")  # operators whose argument is one rank's part
 
 
 def _byte_factor(name: str, args: Any, ranks: tuple[int, ...]) -> float:
@@ -97,7 +102,7 @@ def _byte_factor(name: str, args: Any, ranks: tuple[int, ...]) -> float:
 
 
 def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The ranks of the group among an operator's arguments, which is a name or a boxed object."""
+    """The ranks of the process group in an operator's arguments, where it is a name or a boxed object."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in _REDUCE_OPS:
             named: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -111,7 +116,7 @@ _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
 def _call_on_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` called with empty tensors in place of fake ones; its result refers to the fake ones again."""
+    """The result of `func` called with empty tensors in place of fake ones, with the fake tensors put back into it."""
     blanks: dict[int, tuple[Tensor, Tensor]] = {}
 
     def blank(value: Any) -> Any:
@@ -128,7 +133,7 @@ def _call_on_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class SavedTensors:
-    """Bytes that autograd saves: each storage once, without parameters and buffers.
+    """Counts the bytes that autograd saves for backward: each storage once, without parameters and buffers.
 
     Attributes:
         gathered: for each sharded module, the bytes of parameters that were unsharded when it was called.

@@ -1,7 +1,8 @@
 """Activation checkpointing (Chen et al. 2016, "Training deep nets with sublinear memory cost"), on torch's checkpoints.
 
-A block saves its inputs, and backward runs its forward pass again: with the random numbers that it drew and the buffers
-that it read, which then stay unchanged. No module wraps the block, so names of parameters and hooks do not change.
+A block saves its inputs, and backward runs its forward pass again. This recomputation draws the same random numbers and
+reads the same values of buffers, and what it writes to buffers is discarded. No module wraps the block, so names of
+parameters and hooks do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.utils.checkpoint import (
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Expensive per byte of output: products of matrices, attention, and collectives.
+# Operators whose outputs ``selective`` saves, as they are expensive per byte of output: products of matrices,
+# attention, and collectives.
 _SAVED = {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -34,8 +36,10 @@ _SAVED = {
 
 
 def checkpoint_block(block: nn.Module, kind: str) -> None:
-    """Make `block` recompute its activations in backward: ``blocks`` all of them, ``selective`` all but the expensive
-    ones."""
+    """Make `block` recompute its activations in backward.
+
+    Kind ``blocks`` recomputes all of them, ``selective`` all but the outputs of expensive operators.
+    """
     make = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else noop_context_fn
     before, contexts = block.forward, partial(_with_buffers, block, make)
 
@@ -47,8 +51,8 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
 
 
 def _policy(_: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether the output of `operator` is saved. An operator that draws random numbers is always recomputed, as
-    otherwise all later draws would differ."""
+    """Whether the output of `operator` is saved. An operator that draws random numbers is always recomputed: without
+    its draws, all later draws of the recomputation would differ."""
     kept = operator._schema.name.rpartition(":")[2] in _SAVED.get(getattr(operator, "namespace", ""), ())
     kept = kept and not _dropout_p(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -88,7 +92,7 @@ class _Buffers:
         self._written = [
             (m._buffers, name, value)
             for m, name, buffer, version, value in self._before
-            # Batch normalization writes without a new version of the tensor.
+            # Batch normalization writes to its buffers without changing their version.
             if isinstance(m, _NormBase) or m._buffers.get(name) is not buffer or buffer._version != version
         ]
         self._before = []
@@ -115,7 +119,7 @@ class _Callbacks:
 
 
 class _Nested:
-    """Two nested contexts as one, which can be entered as often as they can."""
+    """Two nested contexts as one. It can be entered again if both of them can."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner

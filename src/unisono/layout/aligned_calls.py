@@ -1,4 +1,4 @@
-"""Forward and backward passes in which every rank takes each sharded block once and in the same order.
+"""Forward and backward passes in which every rank calls or skips each sharded block once, in the same order.
 
 Ranks gather a block's parameters collectively and sum its gradients collectively, so no rank may leave a block out. A
 rank whose code does not call a block (a layer dropped at random, an expert that none of its tokens chose) skips it: it
@@ -8,8 +8,8 @@ gathers the parameters and computes nothing.
     backward              fill ◄────── fill ◄────── fill ◄───────────  fill ◄─────────────┘
 
 A scalar zero passes through all blocks next to the activations and is added to the loss. So backward reaches every
-block, in reverse order. After each block, its parameters without a gradient get zeros, so that all ranks sum tensors of
-the same size.
+block, in reverse order. After the backward pass of a block, its parameters without a gradient get zeros, so that all
+ranks sum tensors of the same size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockGradients:
     """Which parameters of a sharded module got gradients on this rank since `clear`.
 
     Args:
-        slots: for each parameter its name, and the module and attribute that hold it, sharded or not.
+        slots: for each parameter its name, and the module and attribute that hold it, whether sharded or not.
     """
 
     slots: Sequence[tuple[str, nn.Module, str]]
@@ -46,7 +46,7 @@ class BlockGradients:
     _filled: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Called after the module's backward: give zeros to parameters without a gradient."""
+        """After the module's backward pass: give zeros to its parameters without a gradient, and record the others."""
         for name, module, attribute in self.slots:
             parameter = module._parameters[attribute]
             if parameter is None or not parameter.requires_grad:
@@ -58,7 +58,7 @@ class BlockGradients:
                 self.used.add(name)
 
     def clear(self) -> None:
-        """Begin a new step."""
+        """Begin a new step, in which no parameter has a gradient yet."""
         self.used.clear()
         self._filled.clear()
 
@@ -79,7 +79,7 @@ def _version(tensor: Any) -> int:
 
 
 class _Fill(torch.autograd.Function):
-    """The identity on the zero; its backward fills `gradients`."""
+    """The identity function on the zero; its backward pass calls ``gradients.fill()``."""
 
     @staticmethod
     def forward(ctx: Any, zero: Tensor, gradients: BlockGradients) -> Tensor:
@@ -101,22 +101,24 @@ class _OutputAndZero(NamedTuple):
 
 @dataclass
 class _ForwardPass:
-    """A forward pass in progress: the zero, None if there will be no backward pass, and the index of the next block."""
+    """A forward pass in progress: its zero, which is None if no backward pass follows, and the next block's index."""
 
     zero: Tensor | None
     next_block: int = 0
 
 
 class AlignedCalls:
-    """The passes of one rank through `root`. Its blocks and itself must be sharded within `hooks_around`.
+    """Aligns one rank's passes through `root` with those of the other ranks, block by block.
+
+    The caller shards `root` and each of its blocks within `hooks_around`.
 
     Args:
         layout: the user's layout, for messages.
-        order: names and modules of the blocks, in order.
-        gradients: those of each block, and of `root`.
+        order: names and modules of the blocks, in the order in which every rank calls or skips them.
+        gradients: the `BlockGradients` of each block and of `root`.
         device: the device that computes.
-        exchange_groups: for a block, the groups whose ranks also communicate inside it. Either all of their ranks call
-            it or none.
+        exchange_groups: returns, for a block, the groups whose ranks communicate inside it too. Either all ranks of
+            such a group call the block, or none.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class AlignedCalls:
 
     @contextmanager
     def hooks_around(self, module: nn.Module) -> Iterator[None]:
-        """A context in which `module` is to be sharded. The zero is an argument and a result for torch's hooks only.
-        User hooks run before the last and after the first of these four."""
+        """A context in which the caller shards `module`, with hooks that run before and after those of torch.
+
+        They show the zero, as an argument and a result, to torch's hooks alone: user hooks never see it.
+        """
         module.register_forward_pre_hook(self._after_unshard, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._before_reshard)
         yield
@@ -150,7 +154,7 @@ class AlignedCalls:
             register_fsdp_forward_method(module, "forward_skipped")
 
     def connect(self, value: Tensor) -> Tensor:
-        """`value`, whose backward pass reaches every block."""
+        """`value` plus the zero, so that its backward pass reaches every block."""
         zero, self._zero = self._zero, None
         return value if zero is None else value + zero.to(value.dtype)
 
@@ -194,7 +198,7 @@ class AlignedCalls:
         return output.value if getattr(module, "is_last", True) else self._stage_outputs(output.value)
 
     def _stage_outputs(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values that a pipeline stage sends on, connected to its blocks: this rank computes no loss of them."""
+        """The outputs of a pipeline stage before the last, connected to its blocks, as this rank has no loss."""
         first = next((place for place, value in enumerate(values) if value.requires_grad), None)
         return tuple(self.connect(value) if place == first else value for place, value in enumerate(values))
 

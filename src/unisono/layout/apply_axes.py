@@ -37,9 +37,9 @@ class AppliedAxes:
 
     Attributes:
         model: this worker's module, or its stages.
-        pipeline: None without one.
+        pipeline: this worker's pipeline; None if layers are not split over workers.
         split_names: names of the parameters that are split over the tensor axis.
-        unsharding: of its sharded parameters.
+        unsharding: controls when the sharded parameters are unsharded.
         sparse: names of parameters whose optimizer gets sparse gradients.
     """
 
@@ -50,7 +50,7 @@ class AppliedAxes:
     sparse: frozenset[str]
 
     def local_model(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> LocalModel:
-        """The `LocalModel`; to be called once parameters have memory, or will get it in place."""
+        """The `LocalModel` of these modules. Their parameters must have memory, or get it in place later."""
         leaves = _leaves(self.model, self.pipeline)
         counted = set(self.pipeline.counted_names()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
@@ -72,7 +72,7 @@ class AppliedAxes:
 def apply_axes(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: BlockOptions, *, measured: bool = True
 ) -> AppliedAxes:
-    """Collective: change `model` in place.
+    """Collective: divide `model` over the axes of `layout`, in place.
 
     Args:
         measured: whether stages of a pipeline are balanced by measured time.
@@ -93,7 +93,7 @@ def apply_axes(
         compute.check(model)
         prepared = set(blocks(model))
         pipeline = build_pipeline(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
-    # `compute.change` keeps a stage's own module, and replaces only modules inside it.
+    # `compute.change` keeps the `Stage` itself, and replaces only modules inside it.
     pieces = [compute.change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
     here = nn.ModuleList(pieces) if pipeline else pieces[0]
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
@@ -110,9 +110,9 @@ def _traced_calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceM
     check_calls(found, names, str(layout), _axis_groups(row), torch.device(row.device_type))
     if row.get_rank() == 0:
         for block, why in found.used_outside.items():
-            LOG.info("%s is gathered with the modules outside of blocks, for a whole step: %s", names[block], why)
+            LOG.info("%s is gathered together with the modules outside of blocks: %s", names[block], why)
         if found.may_vary:
-            LOG.info("which blocks are called may depend on data: every worker gathers all of them in every pass")
+            LOG.info("which blocks are called may depend on data: every worker gathers all blocks in every pass")
     return found
 
 
@@ -129,8 +129,8 @@ def _shard_models(
     bf16 = compute.precision == "bf16_parameters"
     if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
         LOG.info("nothing is offloaded: the device is a CPU")
-    # Gradients of experts already cover all micro-batches of the expert axis. Over one worker experts are not sharded:
-    # that would copy most of a model in every pass.
+    # Gradients of experts already cover all micro-batches of the expert axis, so experts are sharded over the other
+    # axes. Where these have one worker, experts are not sharded: that would copy most of a model in every pass.
     rest = _sharding_mesh(layout, mesh, "shard", "context")
     for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
         shard_model(module, rest, (), layout, bf16=bf16, last=False)
@@ -160,8 +160,8 @@ def _exchange_groups(
 
 
 def _sharding_mesh(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The workers whose gradients are summed: those that differ on `axes` as one dimension, after one for
-    ``replicate``."""
+    """The mesh of the workers whose gradients are summed. Its last dimension has those that differ on `axes`; a
+    dimension for ``replicate`` precedes it if there are several replicates."""
     wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     row = mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
@@ -177,7 +177,7 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 
 
 def _plan(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> TensorPlan:
-    """The user's plan, or else one that is derived and verified."""
+    """The user's plan, or else a plan that is derived and verified."""
     if layout.plan:
         plan = user_plan(model, layout.tensor, layout.plan, sample.arguments)
     else:

@@ -31,11 +31,12 @@ class BlockCalls:
 
     Attributes:
         order: all blocks in the order of their first calls. A block that was not called follows its predecessor in the
-            model; or all called blocks, if the pass failed.
+            model. If the pass failed, such blocks follow all called ones.
         called: the blocks that were called.
-        used_outside: blocks whose parameters are used outside of exactly one call per pass, and why.
-        may_vary: whether other data may lead to other calls: the code read values, or drew random numbers outside of
-            torch, in evaluation or in training mode.
+        used_outside: blocks whose parameters are not used in exactly one call per pass and nowhere else; with the
+            reason.
+        may_vary: whether other data may lead to other calls: in evaluation or training mode, the code read values, drew
+            random numbers outside of torch, or failed.
     """
 
     order: tuple[nn.Module, ...]
@@ -45,8 +46,11 @@ class BlockCalls:
 
 
 def trace_calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> BlockCalls:
-    """Run `model` on `sample`, as far as its code runs without computed values: on the meta device only the inputs have
-    values. Once in evaluation mode, and once in training mode for the values that its code reads there."""
+    """Run `model` on `sample`, and record how it calls `blocks`.
+
+    On the meta device only the inputs have values, so the run ends where the code reads a computed value. A second run,
+    in training mode, only finds out whether the code reads values there.
+    """
     blocks = list(dict.fromkeys(blocks))
     seen, ended = _run(model, blocks, sample, training=False)
     for block, count in seen.called.items():
@@ -76,7 +80,7 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample, *, train
 
 
 class _CallTracer(TorchDispatchMode):
-    """Records every operation on a parameter of a block that is not being called.
+    """Records the blocks whose parameters are used while the block is not being called.
 
     Attributes:
         reads_values: whether the code has read values of tensors.
@@ -119,7 +123,7 @@ def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[nn.M
 
 
 class _HostReads(TorchFunctionMode):
-    """Records that code reads values without an operator of torch."""
+    """Records that code reads values by functions that call no operator of torch."""
 
     def __init__(self, seen: _CallTracer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compares, before the first forward pass, what all ranks must do in the same way."""
+"""Checks, before the first forward pass, that all ranks found the same calls of blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def gather_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """Collective: the tensors of all ranks of `group`, (workers, *shape of `mine`); None if no values travel (fake
-    groups)."""
+    """Collective: the tensors `mine` of all ranks of `group`, (ranks, *shape of `mine`); None for fake tensors."""
     size = dist.get_world_size(group)
     rows_of_all = mine.repeat(size, *[1] * (mine.dim() - 1))  # the result in a fake group
     _all_gather(rows_of_all, mine, group=group)
@@ -35,7 +34,8 @@ def check_calls(
     """Collective over `groups`: check that their ranks found the same calls of the same blocks.
 
     Raises:
-        InvalidInput: they did not, and would wait for each other for ever; names a block and the workers.
+        InvalidInput: the ranks found different calls, and would wait for each other for ever; names a block and two
+            workers.
     """
     blocks = sorted(found.order, key=names.__getitem__)
     rows = [

@@ -16,8 +16,10 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`function` or module, compiled when it is called. The user may choose the cache by ``TORCHINDUCTOR_CACHE_DIR``.
-    torch's own default has a predictable name in the temporary directory, so another user could own it.
+    """``torch.compile(function)``, which keeps native code in a directory that only this user can write to.
+
+    The user may choose the directory by ``TORCHINDUCTOR_CACHE_DIR``. torch's own default has a predictable name in the
+    temporary directory, so another user could own it.
 
     Raises:
         InvalidInput: no directory can be made that only this user can write to.

@@ -30,10 +30,11 @@ class FakeWorker:
     """One worker's part of a model, without memory.
 
     Args:
-        held: as a real worker's, but for the values.
-        shapes: a context in which tensors are made without memory.
+        held: the local model, which lacks only the values of a real worker's model.
+        shapes: returns a context in which tensors are made as this worker's are: without memory, unless it was asked
+            for.
         of: converts a real batch to tensors of this worker.
-        device: the device of its tensors, or the one that they report.
+        device: the device that these tensors are on, or report to be on.
     """
 
     held: LocalModel
@@ -52,11 +53,11 @@ def fake_worker(
     compute: BlockOptions,
     memory: bool,
 ) -> Iterator[FakeWorker]:
-    """The worker `rank` of `places`. The process must have no default process group.
+    """A context with the worker `rank` of `places`. The process must have no default process group.
 
     Args:
         compute: how the blocks compute.
-        memory: allocate tensors after all, as zeros: for a model whose code reads values.
+        memory: whether tensors have memory after all, filled with zeros, for a model whose code reads values.
 
     Raises:
         InvalidInput: as `parallelize`.

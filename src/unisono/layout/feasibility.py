@@ -57,8 +57,8 @@ def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, comp
 
 
 def nearest_layout(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
-    """The layout with `axis` set to the value in `values` nearest to the wanted one that the workers allow; None if
-    none does."""
+    """The layout with another of `values` on `axis`, whose replicas divide the workers: the value nearest to the wanted
+    one. None if there is no such value."""
     wanted = getattr(places.layout, axis)
     others: Any = {"cuts": ()}
     candidates = [replace(places.layout, **{**others, axis: value}) for value in values if value != wanted]
@@ -119,7 +119,7 @@ def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Ran
     if sum(p.nbytes for p in model.parameters()) <= _VERIFY_BYTES:
         verify_sample(build(), sample, size)
     elif why := _fails_on_parts(model, parts, sample):
-        problem = f"{type(model).__name__} on parts of a sequence: it cannot run on one ({why})"
+        problem = f"{type(model).__name__} cannot run on parts of a sequence ({why})"
         raise InvalidInput("context", size, problem, "use context=1 for a model that does not take sequences")
 
 

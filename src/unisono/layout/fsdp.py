@@ -39,11 +39,11 @@ def shard_model(
 
     Args:
         mesh: one-dimensional; or two-dimensional, with copies of everything along the first dimension.
-        repeated: the blocks, some of which are in `model`, in the order of their calls.
-        bf16: parameters travel and compute in bf16; gradients are summed in fp32.
-        last: whether `model` returns the final output, which is then fp32.
+        repeated: all blocks in the order of their calls; those outside of `model` have no effect.
+        bf16: whether parameters travel and compute in bf16; gradients are then summed in fp32.
+        last: whether `model` returns the final output, which is fp32 then.
         apart: parameters that stay as they are.
-        exchange_groups: see `AlignedCalls`. None: all workers call the same blocks, and `AlignedCalls` costs nothing.
+        exchange_groups: see `AlignedCalls`. None: all workers call the same blocks, so `AlignedCalls` adds no hooks.
     """
     inner, outer = _precision_policy(bf16, None), _precision_policy(bf16, torch.float32 if last else None)
     options = _fully_shard_options(mesh, layout, {*apart, *unshardable(model)})
@@ -73,7 +73,7 @@ def shard_model(
 def _fully_shard_options(mesh: DeviceMesh, layout: Layout, ignored: set[nn.Parameter]) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "reshard_after_forward": None if layout.zero == 3 else False,  # None: all but the root
+        "reshard_after_forward": None if layout.zero == 3 else False,  # None: reshard all modules but the root
         "offload_policy": CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy(),
         "ignored_params": ignored,
         "shard_placement_fn": partial(shard_placement, mesh.size(mesh.ndim - 1)),
@@ -84,7 +84,7 @@ def _sum_gradients(model: nn.Module) -> None:
     """Sum gradients instead of averaging them."""
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
-        # Some backends cannot scale in a reduction (gloo).
+        # Some backends (gloo) cannot scale the sum in a reduction.
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -113,8 +113,9 @@ def _gradients(
 
 
 def modules_of_other_dtype(group: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """Modules in `group`, outside of nested `blocks`, whose trained parameters have another dtype than its own, or than
-    most of its elements.
+    """Modules in `group`, outside of nested `blocks`, whose trained parameters have another dtype than the group.
+
+    The dtype of the group is that of its own trained parameters; if it has none, that of most trained elements in it.
 
     Raises:
         InvalidInput: a module that itself has several dtypes.
@@ -142,8 +143,10 @@ def _dtype_counts(module: nn.Module) -> Counter[torch.dtype]:
 
 
 def shard_placement(members: int, parameter: nn.Parameter) -> Shard | None:
-    """How `parameter` is sharded over `members` ranks: None, along the first dimension; else along another one, for a
-    stack of fewer matrices than ranks (experts)."""
+    """The dimension along which `parameter` is sharded over `members` ranks; None: the first.
+
+    A stack of fewer matrices than ranks (experts) is sharded along another dimension, if one divides evenly.
+    """
     size = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
     even = (d for d in range(1, len(size)) if size[d] % members == 0)
     return Shard(next(even, 0)) if len(size) > 2 and size[0] < members else None
@@ -156,11 +159,11 @@ def _precision_policy(bf16: bool, output: torch.dtype | None) -> MixedPrecisionP
 
 
 class FsdpUnsharding:
-    """`Unsharding` of the sharded `models`.
+    """The `Unsharding` of models that `shard_model` has sharded.
 
     Args:
         passes: the `AlignedCalls` of each model.
-        mesh: the ranks over which they are sharded.
+        mesh: the ranks over which the models are sharded.
         may_vary: whether workers may call different blocks, and so use different parameters.
     """
 
@@ -173,7 +176,7 @@ class FsdpUnsharding:
         may_vary: bool,
     ) -> None:
         self._models = [model for model in models if isinstance(model, FSDPModule)]
-        # A pipeline's schedule knows all micro-batches of a step, and sums once per step itself.
+        # A pipeline's schedule knows all micro-batches of a step, and itself sums gradients only once per step.
         self._once = layout.zero == 1 and layout.pipeline == 1
         self._passes, self._mesh = passes, mesh
         self._gradients = [each for one in passes for each in one.gradients.values()]

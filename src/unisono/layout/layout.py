@@ -15,10 +15,10 @@ AXES = (
     "expert",
     "context",
     "tensor",
-)  # outermost first: neighbouring ranks communicate most
+)  # outermost first: ranks that differ only on the last axes are neighbours, and communicate most
 DATA_AXES = ("replicate", "shard", "expert")  # axes whose ranks compute different micro-batches
 SHARDING_AXES = ("shard", "expert", "context", "tensor")  # axes over whose ranks single parameters are sharded
-SCHEDULES = {  # stages per worker
+SCHEDULES = {  # the number of stages per worker
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }  # fmt: skip
@@ -26,42 +26,46 @@ SCHEDULES = {  # stages per worker
 
 @dataclass(frozen=True)
 class Layout:
-    """One replica on as many workers as the product of its axes. The remaining workers of a run form further replicas,
-    which agree by the synchronizer.
+    """How one replica is divided among its workers, whose number is the product of the axes.
+
+    The remaining workers of a run form further replicas, which agree by the synchronizer.
 
     Args:
-        shard: workers over which parameters, gradients and optimizer state are sharded. Each computes its own
-            micro-batches (torch's `fully_shard`; Rajbhandari et al. 2020, "ZeRO", stage 3).
-        tensor: workers over which single matrices are split, attention by heads (Shoeybi et al. 2019, "Megatron-LM").
-            Candidates come from the model's own plan (transformers) or from its structure, and each is verified. All
-            else stays whole on every worker, and the log gives the reason.
-        context: workers over which sequences are split, in chunks of a balanced order. Keys and values are gathered for
-            attention (Liu et al. 2023, "Ring attention"; the order is that of Llama 3's training). Parameters are
-            sharded over these workers too.
-        expert: workers over which the experts of a mixture are split, whole experts each. Tokens of all their
-            micro-batches are sent to their experts (Lepikhin et al. 2020, "GShard"). All else is sharded over these
-            workers too.
-        replicate: copies of all of this within a replica, whose gradients are summed in every step with any
-            synchronizer (hybrid sharding).
-        zero: what is sharded, as ZeRO counts its stages. 3: parameters, gradients, optimizer state; least memory. 2:
-            parameters stay unsharded from forward to backward; memory for all of them, half the gathers. 1: they also
-            stay unsharded between micro-batches, and gradients until the last micro-batch of a step; memory for both,
-            and one gather and one sum per step. A pipeline sums once per step in any case.
-        offload: parameters, gradients and optimizer state are in host memory, and parameters are copied to the device
-            block by block. This saves device memory and costs transfer time. No effect where the device is a CPU.
-        pipeline: workers over which layers are split, in stages of equal time. Worker 0 measures each kind of block on
-            a micro-batch. The cuts minimize the time of the busiest worker; among cuts within 2 percent, they minimize
-            the memory of the heaviest worker.
+        shard: the number of workers over which parameters, gradients and optimizer state are sharded. Each worker
+            computes its own micro-batches (torch's `fully_shard`; Rajbhandari et al. 2020, "ZeRO", stage 3).
+        tensor: the number of workers over which single matrices are split, attention by heads (Shoeybi et al. 2019,
+            "Megatron-LM"). Candidates come from the model's own plan (transformers) or from its structure, and each is
+            verified. All else stays whole on every worker, and the log gives the reason.
+        context: the number of workers over which sequences are split, into chunks that give them equal work. Keys and
+            values are gathered for attention (Liu et al. 2023, "Ring attention"; chunks are ordered as in the training
+            of Llama 3). Parameters are sharded over these workers too.
+        expert: the number of workers over which the experts of a mixture are split; each worker has whole experts.
+            Tokens of all these workers' micro-batches are sent to the experts that they chose (Lepikhin et al. 2020,
+            "GShard"). All else is sharded over these workers too.
+        replicate: the number of copies of all this within one replica (hybrid sharding). Their gradients are summed in
+            every step, with any synchronizer.
+        zero: what is sharded, by the stages of ZeRO. 3: parameters, gradients and optimizer state, which needs the
+            least memory. 2: parameters stay unsharded from forward to backward, which needs memory for all of them and
+            half the gathers. 1: parameters stay unsharded between micro-batches too, and gradients until the last
+            micro-batch of a step. This needs memory for both, and one gather and one sum per step. A pipeline sums
+            gradients once per step in any case.
+        offload: whether parameters, gradients and optimizer state are in host memory, and parameters are copied to the
+            device block by block. This saves device memory and costs transfer time. No effect where the device is a
+            CPU.
+        pipeline: the number of workers over which layers are split, in stages of equal time. Worker 0 measures each
+            kind of block on a micro-batch. The cuts minimize the time of the busiest worker; among cuts within 2
+            percent, they minimize the memory of the heaviest worker.
         schedule: the order of a pipeline's forward and backward passes in a step: ``GPipe`` (Huang et al. 2019),
             ``1F1B`` (Narayanan et al. 2019), ``Interleaved1F1B``, ``LoopedBFS``, ``InterleavedZeroBubble``,
             ``ZBVZeroBubble`` (Qi et al. 2023), ``DualPipeV`` (DeepSeek-AI 2024).
-        cuts: the modules at which all stages but the first begin. Empty: found by measurement, or by bytes of
-            parameters where the model cannot be measured.
-        plan: modules, by name or pattern (``blocks.*.up``), to how ``tensor`` splits each: ``column`` (each worker
-            computes its part of the outputs), ``row`` (each has its part of the inputs, as a column before it computes;
-            the results are summed), ``vocabulary`` (an embedding's rows), ``column gathered`` and ``row scattered``
-            (with all outputs, and all inputs, on every worker), ``column of thirds`` (queries, keys and values in one
-            matrix), ``column of halves`` (gate and up in one). Modules without an entry stay whole. Empty: found.
+        cuts: the modules at which all stages but the first begin. Empty: stages are balanced by measured time, or by
+            bytes of parameters where the model cannot be measured.
+        plan: for modules, by name or pattern (``blocks.*.up``), the style in which ``tensor`` splits each. ``column``:
+            each worker computes its part of the outputs. ``row``: each worker has its part of the inputs, computed by a
+            column layer before, and the results are summed. ``vocabulary``: an embedding is split by rows.
+            ``column gathered``: every worker gets all outputs. ``row scattered``: every worker has all inputs, and
+            takes its part. ``column of thirds``: queries, keys and values are in one matrix. ``column of halves``: gate
+            and up are in one matrix. Modules without an entry stay whole. Empty: a plan is derived.
 
     Raises:
         ValueError: an axis below 1, an unknown schedule, a number of cuts that contradicts the number of stages, an
@@ -98,18 +102,21 @@ class Layout:
         if not isinstance(self.cuts, tuple) or not all(isinstance(cut, str) for cut in self.cuts):
             raise ValueError(f"cuts={self.cuts!r} is not a tuple of names")
         if self.cuts and len(self.cuts) != self.stages - 1:
-            raise ValueError(f"cuts: {len(self.cuts)} make {len(self.cuts) + 1} stages, not {self.stages}")
+            raise ValueError(
+                f"cuts={self.cuts!r} makes {len(self.cuts) + 1} stages, "
+                f"but pipeline={self.pipeline} with schedule={self.schedule!r} has {self.stages}"
+            )
         self._check_plan()
         object.__setattr__(self, "plan", StyleMapping(self.plan))
 
     def _check_plan(self) -> None:
         if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
-            raise ValueError(f"plan={self.plan!r} is not a mapping of names to words")
+            raise ValueError(f"plan={self.plan!r} is not a mapping of module names to styles")
         for name, word in self.plan.items():
             if word not in STYLES:
                 raise ValueError(f"plan: {name!r}: {word!r} is not one of {', '.join(STYLES)}")
         if self.plan and self.tensor == 1:
-            raise ValueError("plan: it splits matrices over tensor workers, and tensor=1")
+            raise ValueError("plan: it splits matrices over tensor workers, but tensor=1; write tensor=2, or omit it")
 
     def __str__(self) -> str:
         changed = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)

@@ -21,7 +21,7 @@ def _whole_batch(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Lo
 
 
 class Unsharding(Protocol):
-    """Parameters that are temporarily unsharded on this rank, and their gradients.
+    """Controls when a model's parameters are unsharded on this rank, and when their gradients are summed over ranks.
 
     Attributes:
         late: names of parameters whose gradients are summed over ranks only in `finish`.
@@ -34,8 +34,8 @@ class Unsharding(Protocol):
         ...
 
     def backward(self, last: bool) -> None:
-        """Called before each backward pass. Until the `last` one of this worker in a step, gradients may stay
-        unsharded; the last one sums them over ranks."""
+        """Prepare for a backward pass. Gradients may stay unsharded until this worker's `last` backward pass of a step,
+        which sums them over ranks."""
         ...
 
     def used(self, name: str) -> bool:
@@ -44,8 +44,8 @@ class Unsharding(Protocol):
         ...
 
     def finish(self) -> frozenset[str]:
-        """Collective over the ranks that shard the same parameters, after the last backward pass of a step: the names
-        of the parameters that no rank used."""
+        """Collective over the ranks that shard the same parameters, after the last backward pass of a step: sum the
+        gradients of `late` over ranks, and return the names of the parameters that no rank used."""
         ...
 
     def reshard(self) -> None:
@@ -95,17 +95,17 @@ class LocalModel:
     Attributes:
         model: the module to call.
         local: a module with this worker's parts of the parameters, as plain parameters, and the buffers, under the
-            names of the whole model. Optimizer, synchronizer and checkpoint see nothing else. They share memory with
-            the tensors that `model` computes with.
-        leaves: for each of those names, the tensor whose ``.grad`` autograd fills.
-        parts: for each of those names, its box of the whole tensor.
-        counted_elsewhere: names whose part another worker of the replica has too, and counts in norms.
+            names of the whole model. Optimizer, synchronizer and checkpoint see nothing else. These parameters share
+            memory with the tensors that `model` computes with.
+        leaves: for each parameter of `local`, by name, the tensor whose ``.grad`` autograd fills.
+        parts: for each parameter of `local`, by name, its box of the whole tensor.
+        counted_elsewhere: names of parameters whose part another worker of the replica has too, and counts in norms.
         micro_batch_part: ``with micro_batch_part(batch, loss) as (part, part_loss)``: what this worker computes of a
             micro-batch and of the task's loss.
         pipeline: runs this worker's stages, where layers are split over workers. Gradients then stay in the leaves
             until all micro-batches are computed.
         unsharding: is called before backward passes, and at the end of a step and of an evaluation.
-        stepping: None: each worker steps its own parts.
+        stepping: which rank steps which parameters. None: each worker steps its own parts.
         sparse: names of embedding weights whose optimizer gets sparse gradients.
     """
 
@@ -132,7 +132,7 @@ class LocalModel:
 
     @staticmethod
     def whole(model: nn.Module) -> LocalModel:
-        """All of `model`, unchanged."""
+        """The `LocalModel` of a worker that has all of `model`, unchanged."""
         leaves = dict(model.named_parameters())
         parts = {name: Box.whole(tuple(p.shape)) for name, p in leaves.items()}
         return LocalModel(model, model, leaves, parts, sparse=sparse_parameters(model))
@@ -144,8 +144,10 @@ class LocalModel:
         buffers: Mapping[str, Tensor],
         counted_elsewhere: Collection[str] = (),
     ) -> LocalModel:
-        """The local parts of `model`, from its parameters, some of which are distributed tensors, and its buffers, by
-        global name."""
+        """The `LocalModel` of a worker whose `model` has these parameters and buffers, by global name.
+
+        Parameters that are distributed tensors are represented by their local parts.
+        """
         parts = {name: _part(leaf) for name, leaf in leaves.items()}
         return LocalModel(model, _local(leaves, buffers), leaves, parts, frozenset(counted_elsewhere))
 
@@ -230,7 +232,7 @@ def _sparse(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]
 class WholeTensors(Mapping[str, Tensor]):
     """Parameters and buffers of `model` by global name, gathered one at a time.
 
-    Collective: where tensors are sharded, all their ranks must read the same names in the same order.
+    Collective: where tensors are sharded, all ranks with a shard must read the same names in the same order.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -38,7 +38,7 @@ def parallelize(
     sample: Sample,
     compute: BlockOptions | None = None,
 ) -> LocalModel:
-    """Collective: this worker's part of the model that `build` builds, with the bits that it has on one device.
+    """Collective: this worker's part of the model that `build` returns, with the same bits as a build on one device.
 
     The random state must be the same on all workers. The whole model is never in memory, unless its construction cannot
     be deferred.
@@ -51,7 +51,7 @@ def parallelize(
         InvalidInput: the model does not allow this layout; names the obstacle and a remedy.
     """
     compute = compute or BlockOptions()
-    if layout.context > 1:  # verification needs its weights
+    if layout.context > 1:  # verification needs the model's weights
         model = build().to(mesh.device_type)
         without_padding = verify_sample(model, sample, layout.context)
         held = apply_axes(model, layout, mesh, sample, compute).local_model(layout, mesh, sample)
@@ -79,8 +79,10 @@ def parallelize_fake(
     compute: BlockOptions,
     shapes: Callable[[], AbstractContextManager[Any]],
 ) -> LocalModel:
-    """`parallelize` on tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is measured:
-    stages of a pipeline begin where the layout says, else they are balanced by bytes."""
+    """As `parallelize`, with tensors that are made within ``shapes()``, and are zeros if they have memory.
+
+    Nothing is measured: stages of a pipeline begin at the layout's cuts, else they are balanced by bytes.
+    """
     deferred = record(build)
     if deferred.whole:
         LOG.info("the whole model is built on every worker: %s", deferred.why)
@@ -96,7 +98,7 @@ def parallelize_fake(
 
 
 def _allocate(model: nn.Module, device: str) -> None:
-    """`Module.to_empty`, which alone would allocate a tied tensor once per slot."""
+    """Allocate memory by `Module.to_empty`, and tie tensors again, as `to_empty` allocates a tied tensor per slot."""
     tied = Slots(model).tied
     model.to_empty(device=device)
     for slots in tied:

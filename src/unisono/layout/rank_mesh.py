@@ -1,7 +1,6 @@
 """The mesh of a run's ranks under a layout: arithmetic without I/O.
 
-The replica is the outermost dimension: the ranks of a replica are consecutive, and those of a tensor group are
-adjacent.
+The replica is the outermost dimension: the ranks of a replica are consecutive, and so are those of a tensor group.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class MeshCoordinate:
 
 @dataclass(frozen=True)
 class RankMesh:
-    """All workers of a run under one layout.
+    """The arrangement of all workers of a run under one layout.
 
     Raises:
-        InvalidInput: the number of workers is not a multiple of a replica's; names the nearest multiples.
+        InvalidInput: the workers of the run are not a multiple of those of a replica; names the nearest multiples.
     """
 
     layout: Layout
@@ -48,7 +47,7 @@ class RankMesh:
             nearest = f"--workers {fewer + whole}" if not fewer else f"--workers {fewer} or {fewer + whole}"
             raise InvalidInput(
                 "layout", str(self.layout),
-                f"one replica has {whole} workers, and {self.workers} is not a multiple of it",
+                f"one replica has {whole} workers, and the run's {self.workers} workers are not a multiple of that",
                 f"write {nearest}" + (f", or {fitting}" if (fitting := self._fitting()) else ""))  # fmt: skip
 
     def _fitting(self) -> Layout | None:
@@ -58,7 +57,7 @@ class RankMesh:
         found = []
         for values in product(*sizes):
             changed: dict[str, Any] = {**dict(zip(wide, values)), "cuts": ()}
-            with suppress(ValueError):  # of an option that needs an axis
+            with suppress(ValueError):  # an option of the layout may need an axis that is now 1
                 found.append(replace(self.layout, **changed))
         fitting = [each for each in found if each.workers > 1 and self.workers % each.workers == 0]
         return max(fitting, key=lambda each: each.workers, default=None)
@@ -126,6 +125,6 @@ class RankMesh:
 
 
 def nearest_divisor(of: int, wanted: int) -> int:
-    """The divisor of `of` nearest to `wanted` by ratio; of two, the smaller."""
+    """The divisor of `of` nearest to `wanted` by ratio; of two equally near ones, the smaller."""
     divisors: Sequence[int] = [d for d in range(1, of + 1) if of % d == 0]
     return min(divisors, key=lambda d: (abs(math.log(d / wanted)), d))

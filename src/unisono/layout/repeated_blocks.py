@@ -12,7 +12,7 @@ from unisono.layout.compile_cache import compiled
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost members with parameters of the model's lists and sequences."""
+    """The members, with parameters, of the model's outermost ``ModuleList`` and ``Sequential`` modules."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
         return [block for block in model if any(True for _ in block.parameters())]
     return [block for child in model.children() for block in blocks(child)]
@@ -25,10 +25,10 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """How the blocks of a model compute; see `Config` for the first three.
+    """How the blocks of a model compute. The first three fields are the settings of the same names in `Config`.
 
     Args:
-        whole: the caller compiles the model as a whole.
+        whole: whether the caller compiles the model as a whole.
         change: applied to the model, or to each stage of a pipeline, after splitting and before sharding. It may
             replace modules by others with the same parameters.
     """
@@ -58,7 +58,7 @@ class BlockOptions:
                                f"omit it, or {cure}")  # fmt: skip
 
     def prepare(self, block: nn.Module) -> None:
-        """Change `block.forward`, in place."""
+        """Compile and checkpoint `block.forward`, in place, as these options say."""
         if self.compile and not self.whole:
             block.forward = compiled(block.forward)
         if self.activation_checkpointing != "none":

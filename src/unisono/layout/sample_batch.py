@@ -14,10 +14,10 @@ class Sample:
     """A small batch, and how the task uses it.
 
     Args:
-        batch: with sequence lengths of the training data.
-        inputs: ``inputs(batch)``, the arguments of the model.
-        loss: ``loss(output, batch)``.
-        weight: ``weight(batch)``; None: each sample counts 1.
+        batch: the batch, with sequence lengths of the training data.
+        inputs: ``inputs(batch)`` returns the arguments of the model.
+        loss: ``loss(output, batch)`` returns the loss, a scalar.
+        weight: ``weight(batch)`` returns the batch's weight in a mean. None: the number of its samples.
     """
 
     batch: Any

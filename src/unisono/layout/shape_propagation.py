@@ -1,7 +1,7 @@
 """Runs a model on the meta device with real inputs: what depends on inputs alone keeps its values.
 
 Models read some values of their inputs (is this mask all ones? are several sequences packed into one?), and meta
-tensors have none. Here only results of weights or buffers are without values.
+tensors have none. Here only results that depend on weights or buffers are without values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class PropagateShapes(TorchDispatchMode):
-    """Within the block, operations on real tensors alone are computed on any requested device; all others give shapes.
-    Inputs of one operation may be on the CPU and on the meta device.
+    """A dispatch mode that computes operations on tensors with known values, on the CPU; all others give only shapes.
 
-    New floating-point tensors on the meta device (the first state of a recurrent layer, a mask of ones) stay there, as
+    The inputs of one operation may be on the CPU and on the meta device.
+
+    New floating-point tensors on the meta device (the first state of a recurrent layer, a mask of ones) stay there.
     torch requires some of them on the device of the weights. Their values are remembered, and so are values computed
     from them alone. Integers and booleans (positions, masks) move to the CPU.
     """

@@ -10,8 +10,10 @@ from unisono.layout.rank_mesh import RankMesh
 
 
 def local_shape(leaf: Tensor, places: RankMesh, rank: int) -> tuple[int, ...]:
-    """The shape of the part of `leaf` on `rank`. `leaf` may be any rank's that differs from `rank` only on axes over
-    which it is sharded."""
+    """The shape of the part of a distributed tensor that `rank` has.
+
+    `leaf` is this tensor on any rank that differs from `rank` only on axes over which the tensor is sharded.
+    """
     found = list(leaf.shape)
     if not hasattr(leaf, "device_mesh"):
         return tuple(found)

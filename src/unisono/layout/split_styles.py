@@ -14,7 +14,10 @@ ROWS = (ROW, SCATTERED)
 
 
 class StyleMapping(Mapping[str, str]):
-    """Names, or patterns of names, to styles: frozen, hashable, equal in any order; its repr is that of a dict."""
+    """An immutable, hashable mapping from module names or name patterns to split styles.
+
+    Equality ignores the order of entries. The repr is that of a dict.
+    """
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
         self._words = dict(words or {})

@@ -31,7 +31,10 @@ LOG = logging.getLogger("unisono")
 
 
 def measure_costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
-    """Collective: seconds of each segment of a pipeline, as worker 0 measures them; None where it cannot."""
+    """Collective: the seconds of each segment of a pipeline, as worker 0 measures them.
+
+    None if the measurement fails, or if there are not more segments than stages.
+    """
     found = cut_points(model, inputs_on(model, sample.arguments), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
@@ -50,7 +53,7 @@ def build_pipeline(
     """This worker's stages: at the layout's cuts, else balanced by `costs`, else by bytes.
 
     Raises:
-        InvalidInput: the model cannot be cut, or not into so many stages.
+        InvalidInput: the model cannot be cut, or has fewer units than the layout has stages.
     """
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
     stages = split(
@@ -59,7 +62,8 @@ def build_pipeline(
     if mesh.get_rank() == 0:
         what = "time" if costs else "bytes"
         shares = ", ".join(f"{share:.0%}" for share in stages.shares)
-        LOG.info("the pipeline's stages begin at %s%s", ", ".join(stages.cuts), shares and f"; of its {what}: {shares}")
+        shares = shares and f"; shares of {what}: {shares}"
+        LOG.info("the pipeline's stages begin at %s%s", ", ".join(stages.cuts), shares)
     mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
     return Pipeline(
         {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),

@@ -14,7 +14,7 @@ Text = Annotated[str, Bounds(max_length=MAX_TEXT_CHARACTERS, pattern=PRINTABLE)]
 
 
 class Phase(Enum):
-    """What a moment of a worker's time is spent on; always exactly one."""
+    """What a worker spends its time on; at every moment, exactly one phase."""
 
     START = "start"  # until the first step: imports, the model, the data set, the first rendezvous
     COMPUTE = "compute"
@@ -35,7 +35,7 @@ class Activity:
 
     Args:
         step: the current step, from 0.
-        micro_batch: the last one computed in this step; -1: none yet.
+        micro_batch: the micro-batch of this step that began last; -1: none yet.
         since_seconds: time spent in `phase` so far.
         waits_for: the operation that the worker waits for; empty: none.
         missing: ranks that have not started this operation, where that is known.
@@ -60,12 +60,12 @@ class Activity:
 
     @property
     def description(self) -> str:
-        """``computing``, ``waiting for sum (gradients, message 12)``."""
+        """The activity as text: ``computing``, ``waiting for sum (gradients, message 12)``."""
         return f"waiting for {self.waits_for or 'others'}" if self.is_waiting else _DESCRIPTIONS[self.phase]
 
     @property
     def location(self) -> str:
-        """`` at file.py:12 function``, or nothing."""
+        """The line as text, `` at file.py:12 function``; empty without a line."""
         return f" at {self.line}" if self.line else ""
 
 

@@ -1,4 +1,4 @@
-"""What a worker is doing: recorded by the thread that does it, and read by any other at any time, without a lock."""
+"""What a worker is doing: recorded by its own thread, and read by any other thread at any time, without a lock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from unisono.observe.time_ledger import TimeLedger
 from unisono.observe.user_frames import user_line, user_line_of_dump
 
 T = TypeVar("T")
-_LINE_SECONDS = 0.1  # in a phase, until its line is looked up
-_LOADER_SECONDS = 0.5  # of waiting for data, until loader processes are interrupted for their lines
+_LINE_SECONDS = 0.1  # time in a phase after which its line is looked up
+_LOADER_SECONDS = 0.5  # time of waiting for data after which loader processes are interrupted for their lines
 
 
 class WaitState(Protocol):
@@ -37,7 +37,7 @@ class ActivityTracker(Protocol):
     """Records what a worker does. Its methods never block and never raise."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context: the time inside counts for `phase`."""
+        """A context in which time counts for `phase`."""
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """Iterate over `items`; the time until each is available counts for `phase`."""
@@ -47,7 +47,7 @@ class ActivityTracker(Protocol):
 
         Args:
             on: the communicator on which this worker waits for others.
-            loader: where its data comes from.
+            loader: the loader of this worker's data.
         """
 
     def set_position(self, step: int, micro_batch: int) -> None:
@@ -91,12 +91,12 @@ class ThreadTracker:
     """Records what the thread that creates it does.
 
     Args:
-        now: seconds of a clock that never jumps.
-        age_seconds: of the worker so far.
+        now: returns the seconds of a clock that never jumps.
+        age_seconds: the age of the worker at construction.
 
     Attributes:
         ledger: where the worker's time goes.
-        steps: that are committed.
+        steps: the number of committed steps.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, age_seconds: float = 0.0) -> None:
@@ -135,7 +135,7 @@ class ThreadTracker:
         self.ledger.discard()
 
     def activity(self) -> Activity:
-        """The current activity; from any thread."""
+        """The current activity; may be called from any thread."""
         phase, since = self.ledger.current
         communicator = self._communicator
         waits_for, missing = communicator.waits_for if communicator else ("", ())

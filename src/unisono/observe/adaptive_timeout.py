@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_OUTLIER = 2.0  # deadlines
+_OUTLIER = 2.0  # times `deadline_seconds`
 
 
 @dataclass
 class AdaptiveTimeout:
-    """Mean and deviation of the gaps between events, as TCP keeps them of round trips (RFC 6298, section 2).
+    """A deadline for the next event, from the mean and deviation of the gaps between earlier events.
 
-    A single outlier, a gap of more than two deadlines, is not learned: the worker was stopped or cut off meanwhile, and
-    learning it would delay the detection of the next freeze. A second one in a row is learned: events have become
-    slower.
+    Mean and deviation are estimated as TCP estimates those of round-trip times (RFC 6298, section 2). A single gap
+    longer than twice `deadline_seconds` does not change the estimate: the worker was stopped or cut off meanwhile, and
+    a longer deadline would delay the detection of the next freeze. A second such gap in a row changes it, since events
+    have become slower.
 
     Args:
-        usual_seconds: the expected gap before any was observed.
+        usual_seconds: the expected gap, before any gap was observed; then the estimated mean.
         min_seconds: the shortest deadline.
-        last: time of the last event; None: there was none.
-        replace_first: the first observed gap replaces `usual_seconds` (section 2.2).
+        deviation_seconds: the estimated deviation; half of `usual_seconds` at first.
+        last: the time of the last event; None: there was none.
+        replace_first: whether the first observed gap, however long, replaces `usual_seconds` (section 2.2).
     """
 
     usual_seconds: float
@@ -27,13 +29,13 @@ class AdaptiveTimeout:
     deviation_seconds: float = 0.0
     last: float | None = None
     replace_first: bool = False
-    _outlier: bool = field(default=False, init=False)  # the last gap was one
+    _outlier: bool = field(default=False, init=False)  # whether the last gap was longer than twice the deadline
 
     def __post_init__(self) -> None:
         self.deviation_seconds = self.usual_seconds / 2
 
     def record(self, now: float) -> None:
-        """An event happened at `now`."""
+        """Record an event at `now`."""
         if self.last is not None:
             gap = max(0.0, now - self.last)
             before, self._outlier = self._outlier, gap > _OUTLIER * self.deadline_seconds
@@ -42,12 +44,12 @@ class AdaptiveTimeout:
         self.last = now
 
     def restart(self, now: float) -> None:
-        """Count from `now`, and do not learn from the time since the last event."""
+        """Measure the next gap from `now`; the time since the last event does not change the estimate."""
         self.last, self._outlier = now, False
 
     @property
     def deadline_seconds(self) -> float:
-        """The time after the last event when the next is overdue."""
+        """The time after the last event from which the next event is overdue."""
         return max(self.min_seconds, 2 * self.usual_seconds + 4 * self.deviation_seconds)
 
     def overdue(self, now: float) -> bool:

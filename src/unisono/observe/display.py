@@ -1,4 +1,4 @@
-"""Progress of a run: a live line on a terminal, a line now and then elsewhere; then a summary."""
+"""Shows the progress of a run: a live line on a terminal, a line now and then elsewhere; then a summary."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Display:
     Args:
         name: what is trained.
         stream: the output; lines without colours or movement unless it is a terminal.
-        console: in place of one for `stream`.
-        plain_seconds: time between two lines without a terminal.
+        console: the console to print to; None: one for `stream`.
+        plain_seconds: the time between two lines without a terminal.
 
     Attributes:
-        run: path of the run directory, once it is known.
+        run: the path of the run directory, once it is known.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ def summary(name: str, result: Mapping[str, Any], stream: TextIO, *, console: Co
 
     Args:
         name: what was trained.
-        result: as of ``dataclasses.asdict(Result)``.
+        result: the fields of a `Result`, as ``dataclasses.asdict`` returns them.
         stream: the output.
-        console: in place of one for `stream`.
+        console: the console to print to; None: one for `stream`.
     """
     console = console or Console(file=stream, highlight=False)
     command = resume_command(str(result["run"]), 2 * result["steps"])

@@ -13,19 +13,19 @@ from unisono.observe.goodput import advice, shares_text
 
 
 def number(value: float) -> str:
-    """Four significant digits: 0.01234, 12.34, 12,345."""
+    """A number with four significant digits, or more before the point: 0.01234, 12.34, 12,345."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def rate(per_second: float) -> str:
-    """Three significant digits, for numbers that change all the time."""
+    """A rate with three significant digits, or more before the point, as it changes all the time."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """12.3 ms, 9.8 s, 4 min 05 s, 3 h 20 min."""
+    """A duration with its unit: 12.3 ms, 9.8 s, 4 min 05 s, 3 h 20 min."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 100:
@@ -35,13 +35,13 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:40, 1:02:03."""
+    """A duration as a clock shows it: 0:07, 12:40, 1:02:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def metrics_text(values: Mapping[str, float]) -> str:
-    """``accuracy 0.9861  held-out loss 0.043``."""
+    """Metrics as text: ``accuracy 0.9861  held-out loss 0.043``."""
     return "  ".join(f"{label(name)} {number(value)}" for name, value in values.items())
 
 
@@ -51,7 +51,7 @@ def label(metric: str) -> str:
 
 
 def result_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A run's result as label and text; see `unisono.Result` for its fields."""
+    """The rows of a run's result, each a label and a text; see `unisono.Result` for its fields."""
     median = result["step_seconds_median"]
     typical = f" · {duration(median)} a step" if median else ""
     rows = [("training loss", number(result["loss"]))]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from unisono.observe.activity import Phase
 
 Spent = Mapping[str, float]  # seconds by the phase's name, as in the summary of a run
-_SLOW_RATIO = 1.5  # of a worker's compute time to the others', from which it is slow
-_MIN_SECONDS = 1.0  # of a worker: advice that saves less is not given
+_SLOW_RATIO = 1.5  # ratio of a worker's compute time to that of the others from which the worker is slow
+_MIN_SECONDS = 1.0  # per worker; advice that saves less is not given
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Rule:
     advice: str
 
     def applies(self, ledgers: Sequence[Spent]) -> bool:
-        """Whether the share and the time are large enough."""
+        """Whether the share and the time of these phases are large enough."""
         long = _within(ledgers, self.phases) >= _MIN_SECONDS * len(ledgers)
         return long and _share(ledgers, self.phases) >= self.share
 
@@ -46,7 +46,7 @@ def total_seconds(spent: Spent) -> float:
 
 
 def goodput(ledgers: Sequence[Spent]) -> float:
-    """Share of committed computation in the time after the start, over all workers."""
+    """The share of committed computation in the time after the start, over all workers."""
     return _share(ledgers, (Phase.COMPUTE,))
 
 
@@ -63,7 +63,7 @@ def advice(ledgers: Sequence[Spent]) -> str:
 
 
 def shares_text(ledgers: Sequence[Spent]) -> str:
-    """``81% computing, 12% communication, 7% data``: shares of the time after the start, from 1 %."""
+    """Shares of the time after the start, from 1 % on, as text: ``81% computing, 12% communication, 7% data``."""
     shares = sorted(((_share(ledgers, (phase,)), phase) for phase in Phase if phase is not Phase.START),
                     key=lambda each: -each[0])  # fmt: skip
     return ", ".join(f"{share:.0%} {phase.value}" for share, phase in shares if share >= 0.01)
@@ -83,7 +83,7 @@ def table(ledgers: Sequence[Spent], names: Sequence[str]) -> list[str]:
 
 
 def time_report(spent: Mapping[str, Spent]) -> list[str]:
-    """A table, a line of shares, and advice, for ledgers by worker."""
+    """Lines of text for the ledgers of workers, by name: a table, a line of shares, and advice."""
     if not spent:
         return []
     ledgers = list(spent.values())

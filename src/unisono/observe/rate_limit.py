@@ -1,4 +1,4 @@
-"""A limit on how often something is reported."""
+"""Limits how often something is reported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class RateLimit:
-    """At most one report every `interval_seconds`; the first is always due."""
+    """Allows at most one report every `interval_seconds`; the first report is always due."""
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval = interval_seconds

@@ -13,7 +13,7 @@ from unisono.observe.event_log import plain
 from unisono.system import atomic_files as atomic
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
-_OF_ONE_RUN = ("run_dir", "resume")  # have no meaning for another run with the same settings
+_OF_ONE_RUN = ("run_dir", "resume")  # settings without a meaning for another run
 
 
 def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:
@@ -21,7 +21,7 @@ def write_config(directory: Path, settings: Mapping[str, Any], name: str, argume
 
     Args:
         directory: the run directory.
-        settings: as of `Config.mapping`.
+        settings: the settings, as `Config.mapping` returns them.
         name: the task, as on the command line.
         arguments: the task's arguments; None is left out, since TOML cannot represent it.
 
@@ -46,7 +46,7 @@ def replace(path: Path, text: str) -> None:
     """Write `text` to a private file, which replaces `path` when it is complete.
 
     Raises:
-        OSError: the file cannot be written; the one before is unchanged.
+        OSError: the file cannot be written; `path` is unchanged then.
     """
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe
         path.write_text(text, encoding="utf-8")

@@ -24,7 +24,8 @@ class Recorder(Protocol):
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
         """Record that step `step` (from 1) of `steps` is taken.
 
-        Except for the first and the last, the rate is limited: `fields` is called now, in `close`, or never.
+        Steps between the first and the last are recorded at a limited rate: `fields` is called now, in `close`, or
+        never.
         """
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -55,8 +56,8 @@ class RunRecorder:
 
     Args:
         directory: the run directory.
-        more: sinks; None: all that are installed.
-        step_seconds: time between two written steps.
+        more: the sinks; None: all that are installed.
+        step_seconds: the least time between two written steps.
     """
 
     def __init__(self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS) -> None:

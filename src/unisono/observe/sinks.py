@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in ``tensorboard/`` of the run directory, created with the first one."""
+    """Writes scalars for TensorBoard to ``tensorboard/`` in the run directory, which is made for the first scalar."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "tensorboard"
@@ -36,7 +36,7 @@ class TensorBoard:
                 self._writer = _writer(self._directory)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-        except Exception as error:  # a failure of TensorBoard must not end the training
+        except Exception as error:  # an error of TensorBoard must not end the training
             self._failed = True
             _log.warning("nothing more is written for TensorBoard: %s; the run continues", error)
 

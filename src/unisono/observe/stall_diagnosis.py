@@ -1,4 +1,4 @@
-"""What delays a step, as text: which worker has not arrived, at which line, doing what, for how long, and what to do.
+"""What delays a step, as text: which worker has not arrived, at which line, doing what, how long, and what to do.
 
 Nothing here has a clock: reports of members come with their age.
 """
@@ -28,8 +28,9 @@ class MemberStatus:
     """A member of a view, as of its last report.
 
     Args:
-        worker: its name, as in its launcher's messages and its log.
-        age_seconds: of the report.
+        worker: the worker's name, as in its launcher's messages and its log.
+        age_seconds: the time since its last report.
+        activity: what it was doing then.
     """
 
     worker: str
@@ -39,12 +40,12 @@ class MemberStatus:
 
     @property
     def arrived(self) -> bool:
-        """Whether the member waits for others."""
+        """Whether the member has reached an operation in which it waits for others."""
         return self.liveness is Liveness.RESPONSIVE and self.activity.is_waiting
 
     @property
     def name(self) -> str:
-        """The worker in a sentence."""
+        """The worker, as a sentence calls it."""
         return f"worker {self.worker}"
 
 
@@ -53,9 +54,9 @@ class Stall:
     """A step that takes too long.
 
     Args:
-        step: from 0.
-        seconds: since the last step.
-        usual_seconds: between two steps.
+        step: the number of the step, from 0.
+        seconds: the time since the last step was done.
+        usual_seconds: the usual time between two steps.
     """
 
     step: int
@@ -68,8 +69,8 @@ class Finding:
     """A cause of a stall.
 
     Args:
-        worker: the name of the worker that causes it; empty: no single one.
-        text: a sentence or two.
+        worker: the name of the worker that causes it; empty if no single worker does.
+        text: a sentence or two for a person.
     """
 
     worker: str
@@ -93,7 +94,7 @@ def diagnose(stall: Stall, members: Sequence[MemberStatus]) -> list[Finding]:
 
 
 def own_stall(stall: Stall, activity: Activity) -> str:
-    """The cause of a stall, as a worker sees it that knows only its own activity."""
+    """The cause of a stall, as seen by a worker that knows only its own activity."""
     ranks = ", ".join(map(str, activity.missing))
     have = "workers {} have" if len(activity.missing) > 1 else "worker {} has"
     missing = f", which {have.format(ranks)} not started," if ranks else ""
@@ -120,18 +121,18 @@ def advice(member: MemberStatus) -> str:
 _ADVICE = {
     Phase.START: "Look at what the task does before its first step; compiling a model takes long once.",
     Phase.COMPUTE: "Look at that line: a lock, a loop, an input far larger than others? Or at what else its host does.",
-    Phase.COMMUNICATION: "Look at its link.",
+    Phase.COMMUNICATION: "Look at its network link.",
     Phase.DATA: "Look at the data set's code and the disk of its files; Processes(n) in --load loads during training.",
     Phase.CHECKPOINT: "Look at the disk of the run directory: is it full, or slow?",
     Phase.EVALUATION: "Look at the evaluation's code and data; it may simply be long: --evaluate-every.",
-    Phase.RECOVERY: "It receives the state from others: look at its link if that takes long.",
+    Phase.RECOVERY: "It receives the state from others: look at its network link if that takes long.",
     Phase.LOST: "It repeats steps that were rolled back.",
     Phase.IDLE: "It does not train: look at its log.",
 }
 
 
 def _all_wait(stall: Stall, waiting: Sequence[MemberStatus]) -> Finding:
-    """All members wait, and none is missing."""
+    """The finding if all members wait, and none has yet to arrive."""
     operations = Counter(member.activity.waits_for for member in waiting)
     (usual, _), *_ = operations.most_common(1)
     if len(operations) == 1:

@@ -14,7 +14,7 @@ _CHANGING = float("nan")  # is not equal to itself: a reader that finds it reads
 
 
 class PhaseAccount:
-    """The time of one phase. A context: time inside counts for this phase; contexts may be nested."""
+    """The time of one phase, and a context in which time counts for this phase. Contexts may be nested."""
 
     __slots__ = ("_ledger", "committed_seconds", "phase", "seconds")
 
@@ -33,8 +33,8 @@ class TimeLedger:
     """The accounts of one worker; written by one thread, and read by any, without a lock.
 
     Args:
-        now: seconds of a clock that never jumps.
-        age_seconds: of the worker so far; counts for the first phase.
+        now: returns the seconds of a clock that never jumps.
+        age_seconds: the age of the worker at construction, which counts for `Phase.START`.
     """
 
     def __init__(self, now: Callable[[], float], age_seconds: float = 0.0) -> None:
@@ -76,14 +76,14 @@ class TimeLedger:
         self._changed = self._since = now
 
     def pop(self) -> None:
-        """Count time for the account before the last `push`."""
+        """Count time again for the account from before the last `push`."""
         since, self._since = self._since, _CHANGING
         now = self._now()
         self._open.pop().seconds += now - since
         self._changed = self._since = now
 
     def commit(self) -> None:
-        """Steps taken until now are committed, and will not be repeated."""
+        """Record that the steps taken until now are committed, and will not be repeated."""
         self._charge()
         for phase in STEP_PHASES:
             account = self._accounts[phase]

@@ -50,7 +50,7 @@ def _stacks() -> dict[int, str]:
 
 
 def raised_at(trace: TracebackType | None) -> str:
-    """The innermost line of user code on the way to where an error was raised, as of `user_line`."""
+    """The innermost line of user code in the traceback of an error, in the form of `user_line`."""
     line = ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -61,7 +61,7 @@ def raised_at(trace: TracebackType | None) -> str:
 
 
 def describe_exit(error: SystemExit) -> str:
-    """``user code called sys.exit(0) on file.py:12 function``."""
+    """How user code ended the process, as text: ``user code called sys.exit(0) on file.py:12 function``."""
     call = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
     line = raised_at(error.__traceback__)
     return f"user code called {call}" + (f" on {line}" if line else "")

@@ -14,7 +14,7 @@ from unisono.observe.adaptive_timeout import AdaptiveTimeout
 from unisono.observe.stall_diagnosis import Stall, own_stall
 from unisono.observe.time_ledger import STEP_PHASES
 
-LATE_SECONDS = 1.0  # after a step's deadline
+LATE_SECONDS = 1.0  # time after a step's deadline from which a stall is reported
 _CHECK_SECONDS = 0.25
 _FIRST_SECONDS = 2.5  # expected time of a step before any was observed; the first includes work that is done once
 LOG = logging.getLogger("unisono")
@@ -24,8 +24,8 @@ class StallDetector:
     """Decides when to report a stall of a worker's steps. Has no clock.
 
     Args:
-        now: seconds.
-        watched: phases in which a step may stall; time in others does not count.
+        now: the current time, in seconds.
+        watched: phases in which a step may stall; time in other phases does not count.
     """
 
     def __init__(self, now: float, watched: Collection[Phase] = STEP_PHASES) -> None:
@@ -35,10 +35,12 @@ class StallDetector:
         self._again_at = 0.0
 
     def check(self, steps: int, activity: Activity, now: float) -> str:
-        """A sentence about the stall, or nothing. It is repeated each time the stall has doubled.
+        """A sentence about the stall; empty if there is none to report.
+
+        While a stall lasts, it is reported again whenever its time has doubled.
 
         Args:
-            steps: that are committed.
+            steps: the number of committed steps.
         """
         counts = activity.is_waiting or activity.phase in self._watched
         if steps != self._steps or not counts:
@@ -57,11 +59,11 @@ class StallDetector:
 
 
 class Watchdog:
-    """A thread that checks a worker until it is closed, or the worker's tracker is garbage.
+    """A thread that checks a worker until the watchdog is closed, or the worker's tracker is garbage.
 
     Args:
         watched: see `StallDetector`.
-        report: takes a sentence.
+        report: called with a sentence about each stall.
     """
 
     def __init__(

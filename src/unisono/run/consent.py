@@ -1,4 +1,4 @@
-"""Consent of a host that joins a run: it runs only the task or script that its user named."""
+"""Consent of a host that joins a run: it runs only the task or script to which its user agreed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from unisono.tasks.source import NamedTask
 class Consent:
     """What this host agrees to run. Without it, a holder of the token could run any function on every host that joins.
 
-    A task must be built in, or its file must be below `directory`, outside of installed packages. Nothing is imported
-    before this check. Otherwise a run could name any module of the interpreter as its task.
+    A task must be built in, or its file must be below `directory` or the directory of `task`, outside of installed
+    packages. Nothing is imported before this check. Otherwise a run could name any module of the interpreter as its
+    task.
 
     Args:
         task: the name of a task, as `NamedTask` has it.
         script: the path of a script.
-        own: this user started the run on this host, so its spec is trusted.
-        asks: called with a description of the run's task or script, if neither is named; returns whether to run it.
-            None: there is no terminal.
-        directory: of relative paths, and of tasks that are neither built in nor in the file of `task`.
+        own: whether this user started the run on this host, so that its spec is trusted.
+        asks: called with a description of the run's task or script if neither `task` nor `script` is given; returns
+            whether to run it. None: there is no terminal.
+        directory: the base of relative paths, and the directory of tasks that are not built in.
     """
 
     task: str = ""
@@ -50,12 +51,13 @@ class Consent:
         if self.task or self.script:
             if not (self._names_script(spec) if spec.script else self._names_task(spec)):
                 name, value = ("--task", self.task) if self.task else ("--script", self.script)
-                raise InvalidInput(name, value, f"the run is another one: {what}", "name the run's own task or script")
+                problem = f"the run to join has {what} instead"
+                raise InvalidInput(name, value, problem, "name the run's own task or script")
         elif self.asks is None:
             cure = "--script FILE" if spec.script else "--task NAME"
             raise InvalidInput("coordinator", what, "this host has not agreed to run it", f"add {cure}")
         elif not self.asks(what):
-            raise InvalidInput("coordinator", what, "refused on the terminal", "join another run")
+            raise InvalidInput("coordinator", what, "the user of this host declined to run it", "join another run")
 
     def check_function(self, source: NamedTask) -> None:
         """Raise `InvalidInput` if the function of `source` is defined outside of the allowed directories.

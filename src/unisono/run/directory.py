@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoints"
 
 @contextlib.contextmanager
 def claim_run_directory(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path]:
-    """Lock the run's directory for `holder`. A new run is created, with its configuration.
+    """A context that holds the lock of the run's directory for `holder`; a new run's directory is made and configured.
 
     A directory contains a run as soon as it contains ``config.toml``: until then the run can be started, from then on
     resumed. If the context ends with `InvalidInput`, a new run is removed, unless it has a checkpoint.
@@ -62,7 +62,7 @@ def claim_run_directory(config: Config, source: TaskSource, holder: Holder) -> I
 
 @contextlib.contextmanager
 def resumable(path: Path) -> Iterator[None]:
-    """Add a note to errors after which the run in `path` can be resumed: how to resume it."""
+    """A context that adds a note to errors after which the run in `path` can be resumed; the note says how."""
     try:
         yield
     except InvalidInput:
@@ -73,7 +73,7 @@ def resumable(path: Path) -> Iterator[None]:
 
 
 def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
-    """The run's directory, made now if the user does not name it; and which of it and its parents did not exist."""
+    """The run's directory, made now if the user does not name one; and which directories of its path did not exist."""
     path = Path(config.run_dir).absolute() if config.run_dir else _default(source.name)
     missing = [each for each in (path, *path.parents) if not each.exists()]
     if config.run_dir:
@@ -124,7 +124,7 @@ def _clear(path: Path) -> None:
 
 @contextlib.contextmanager
 def _translate_errors(path: Path) -> Iterator[None]:
-    """Translate `OSError` into `InvalidInput`."""
+    """A context that translates `OSError` into `InvalidInput`."""
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ def policy_of(config: Config) -> Policy:
     most = config.workers if config.max_workers is None else config.max_workers
     first = max(config.workers, config.min_workers)
     layout = config.layout
-    equal_work = layout.data_parallel_size > 1 or layout.pipeline > 1  # every replica takes as many micro-batches
+    equal_work = layout.data_parallel_size > 1 or layout.pipeline > 1  # all replicas take equally many micro-batches
     micro_batches = (config.global_batch or 0) // (config.micro_batch or 1) // layout.data_parallel_size
     return Policy(
         min_workers=config.min_workers,
@@ -43,7 +43,7 @@ def elastic_run(
     notify: Callable[[str], None],
     coordinator: CoordinatorOptions = CoordinatorOptions(),
 ) -> AbstractContextManager[ElasticOptions]:
-    """A coordinator that serves `spec`, and whose first workers `server` forks; see `coordinator_for`.
+    """A context with a coordinator that serves `spec`, and whose first workers `server` forks; see `coordinator_for`.
 
     Args:
         notify: receives notices for the user.
@@ -57,10 +57,10 @@ class Script:
     """The script that the workers of a joining launcher run, in place of a task.
 
     Args:
-        path: of the file on this host.
-        arguments: of the script.
+        path: the path of the script on this host.
+        arguments: the script's arguments.
         run: the run's directory.
-        contact: of the coordinator.
+        contact: the address of the coordinator.
     """
 
     path: Path
@@ -82,8 +82,8 @@ def fetch_work(contact: CoordinatorAddress, server: ForkServer, consent: Consent
     if message.script:
         path = Path(message.script[0])
         if not path.is_file():
-            raise InvalidInput("script", message.script[0], "the run is that of a script, which this host does not "
-                               "have", "copy it there, with all that it needs")  # fmt: skip
+            raise InvalidInput("script", message.script[0], "the run is of a script that this host does not have",
+                               "copy the script to this path, with all that it needs")  # fmt: skip
         return Script(path, message.script[1:], message.run, here)
     if not message.task:
         raise InvalidInput(
@@ -97,7 +97,7 @@ def fetch_work(contact: CoordinatorAddress, server: ForkServer, consent: Consent
 
 
 def _message_fields(spec: RunSpec) -> dict[str, Any]:
-    """The fields of the `RunSpecMessage` of `spec`; without a task if that has no name on other hosts."""
+    """The fields of the `RunSpecMessage` of `spec`; without the task if it has no name that is valid on other hosts."""
     named = not isinstance(spec.source, PickledTask)
     return {
         "task": spec.source.absolute() if named else "",

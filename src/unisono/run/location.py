@@ -38,7 +38,7 @@ class RunLocation:
     def writer(
         self, make: Callable[..., Writer], comm: Communicator, config: Config, stack: contextlib.ExitStack
     ) -> Writer | None:
-        """This worker's checkpoint writer, closed with `stack`; None if it cannot access the directory.
+        """This worker's checkpoint writer, closed with `stack`; None if this worker cannot write to the directory.
 
         Raises:
             InvalidInput: replicas are sharded, and not all workers can write.
@@ -46,7 +46,7 @@ class RunLocation:
         if config.layout.workers > 1 and len(self.writers) < comm.size:
             raise InvalidInput(
                 "layout", show(config.layout), f"every worker writes its part of a checkpoint, and {self.path} is "
-                f"not the same directory on all {comm.size}", "give --run-dir a directory that all hosts "
+                f"not the same directory on all {comm.size} workers", "give --run-dir a directory that all hosts "
                 "share")  # fmt: skip
         if comm.rank not in self.writers:
             return None
@@ -76,7 +76,10 @@ class DirectoryLock:
 def locate(
     comm: Communicator, config: Config, spec: RunSpec, lock: DirectoryLock, stack: contextlib.ExitStack
 ) -> RunLocation:
-    """Collective: the run's directory. If no launcher made it, worker 0 makes it now, and claims it with `stack`."""
+    """Collective: the location of the run's files, as all workers agree on it.
+
+    If the launcher named no directory, worker 0 creates or reopens one, and locks it until `stack` closes.
+    """
     attempt = broadcast_text(comm, secrets.token_hex(8))
     if spec.path is not None and spec.contact is None:
         if spec.holder:

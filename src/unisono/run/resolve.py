@@ -17,10 +17,10 @@ from unisono.tasks.task import Task
 
 
 def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
-    """The `Config` of a run. `given` (fields and values) overrides the task's defaults, and these the library's.
+    """The `Config` of a run. `given` (fields and values) overrides the task's defaults, which override the library's.
 
     Raises:
-        InvalidInput: as `Config.of`; or the settings cannot be combined.
+        InvalidInput: a setting is invalid (see `Config.of`), or the settings cannot be combined.
     """
     defaults, chosen = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
     if "epochs" in chosen:
@@ -42,7 +42,7 @@ def resolve_config(task: Task, given: Mapping[str, Any]) -> Config:
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
-            "on the number of workers, which Exact() rules out", "leave one out")  # fmt: skip
+            "on the number of workers, which Exact() rules out", "leave out sync_batchnorm or Exact()")  # fmt: skip
     if config.activation_checkpointing == "selective" and config.compile:
         raise InvalidInput("activation_checkpointing", config.activation_checkpointing,
                            "a compiled block has no single operations whose outputs could be stored",
@@ -101,7 +101,7 @@ def _check_sharded(config: Config) -> None:
     if config.balance == "on":
         raise InvalidInput(
             "balance", "on", f"with {layout}, workers compute a micro-batch together, or equally many in parallel",
-            "leave one out")  # fmt: skip
+            "leave out balance or the layout")  # fmt: skip
     if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
         raise InvalidInput(
             "sync", show(sync), f"it assigns micro-batches to single workers, and with {layout} a replica has several",
@@ -109,7 +109,7 @@ def _check_sharded(config: Config) -> None:
     if isinstance(config.compress, Exact):
         raise InvalidInput(
             "compress", show(config.compress), f"with {layout}, gradients are summed as floats within a replica, so "
-            "the bits depend on the layout", "leave one out")  # fmt: skip
+            "the bits depend on the layout", "leave out Exact() or the layout")  # fmt: skip
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ LOG = logging.getLogger("unisono")
 
 
 class TaskSource(Protocol):
-    """Where a task comes from; loads it."""
+    """The source from which every worker loads the task."""
 
     @property
     def name(self) -> str: ...
@@ -69,7 +69,7 @@ class RunSpec:
         settings: fields of `Config` that the user gave.
         path: the run's directory; None if worker 0 has to make it.
         started_at: when the command was started, in seconds since 1970.
-        contact: of the coordinator of an elastic run; None in other runs.
+        contact: the address of the coordinator of an elastic run; None in other runs.
         holder: the command that holds the lock on the directory, which workers share; None without a lock.
     """
 
@@ -86,25 +86,25 @@ class Result:
     """The result of a run.
 
     Args:
-        steps: optimizer steps, including those of earlier attempts of a resumed run.
-        samples: of these steps, including those of dropped steps.
-        loss: of the last step.
-        metrics: of the last evaluation.
-        weights_sha256: of every parameter and buffer by sorted global name (name, dtype, shape, bytes).
-        wall_seconds: from the start of the command to the end of training.
-        startup_seconds: from the start of the command to the first step.
-        samples_per_second: of the training steps of this attempt.
-        bytes_sent_per_worker: the maximum over the workers. Under a layout it includes what torch's process groups sent
-            over gloo, with headers, and excludes NCCL.
-        step_seconds_median: of this attempt.
+        steps: the number of optimizer steps, including those of earlier attempts of a resumed run.
+        samples: the number of samples of these steps, including those of dropped steps.
+        loss: the loss of the last step.
+        metrics: the metrics of the last evaluation.
+        weights_sha256: the digest of all parameters and buffers by sorted global name (name, dtype, shape, bytes).
+        wall_seconds: the time from the start of the command to the end of training.
+        startup_seconds: the time from the start of the command to the first step.
+        samples_per_second: the speed of the training steps of this attempt.
+        bytes_sent_per_worker: the bytes that a worker sent, the maximum over the workers. Under a layout they include
+            what torch's process groups sent over gloo, with headers, and exclude NCCL.
+        step_seconds_median: the median time of a step of this attempt.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.
         complete: whether all requested steps are done; otherwise the run was asked to stop, and can be resumed.
         ending: `complete` as a sentence for people.
         ledger: seconds by `Phase` of each worker of the last view, by rank; they add up to the time since the start of
             its process.
-        skipped_steps: those of `steps` that were dropped as bad.
-        healed: how often a replica differed from the majority, and received their state.
+        skipped_steps: how many of `steps` were dropped as bad.
+        healed: how often a replica differed from the majority, and received the state of the majority.
     """
 
     steps: int
@@ -133,8 +133,8 @@ class Result:
         """
         opened = open_found(Path(self.run), "run", LOG.warning)
         if opened.step != self.steps:
-            raise CheckpointError(f"{opened.path}: this is the newest sound checkpoint, and the run has reached step "
-                                  f"{self.steps}; unisono.load({self.run!r}) reads this checkpoint")  # fmt: skip
+            raise CheckpointError(f"{opened.path}: the newest sound checkpoint is of step {opened.step}, but the run "
+                                  f"has reached step {self.steps}; unisono.load({self.run!r}) reads it")  # fmt: skip
         return read_weights(opened)
 
 
@@ -148,7 +148,7 @@ def load(run: str | os.PathLike[str] | Result) -> dict[str, Tensor]:
 
     Raises:
         InvalidInput: there is no checkpoint.
-        CheckpointDamaged: no checkpoint is sound.
+        CheckpointDamaged: all checkpoints are damaged.
     """
     place = run.run if isinstance(run, Result) else run
     return read_weights(open_found(Path(place), "run", LOG.warning))

@@ -91,7 +91,7 @@ def start(
         json: path of a file that receives the result as JSON, besides ``summary.json``.
         on_message: receives progress, notices and the run's directory, with the rank of the worker that sent them.
         coordinator: address of the coordinator, if the user gave one.
-        debug: the worker that gets this terminal for ``breakpoint()``. Default: the only one, if there is one worker.
+        debug: the worker that gets this terminal for ``breakpoint()``. Default: a run's only worker.
     """
     started_at = time.time() - age_seconds()
     identity = claim_identity()
@@ -145,18 +145,18 @@ def join(
 ) -> Mapping[str, Any] | None:
     """Start `workers` processes on this host, which join the run whose coordinator is at `contact`.
 
-    Returns the fields of the run's `Result` when the run has finished; of a script, only the run's directory. Returns
-    None if all of these workers left before.
+    Returns the fields of the run's `Result` when the run has finished; for a script, only the run's directory. Returns
+    None if all of these workers left before the run finished.
 
     Args:
         consent: what this host agrees to run.
         logs: directory for the output of the workers; default: in ``runs``, in a directory with this launcher's name.
-        on_message: as for `start`.
+        on_message: see `start`.
 
     Raises:
         InvalidInput: no coordinator answers; this host cannot run what the run's workers run; or `consent` does not
             allow it.
-        WorkerFailed: as `launch`.
+        WorkerFailed: see `launch`.
     """
     check_worker_count(workers, "--workers")
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
@@ -236,7 +236,7 @@ def _run_as_worker(
     workers = settings.get("workers")
     if workers is not None and int(workers) != identity.size:
         raise InvalidInput(
-            "workers", workers, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
+            "workers", workers, f"{identity.launcher} started {identity.size} workers", "leave it out, or start as many"
         )
     settings = {**with_previous_settings(settings), "workers": identity.size}
     with contextlib.closing(StopRequest()) as stop:
@@ -253,10 +253,12 @@ def _run_as_worker(
 def conclude(
     result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages, number: int = STOP
 ) -> Result:
-    """Write the `result` of worker 0 to the run's directory and to `json`. A failure to write the former is a notice.
+    """Write the `result` of worker 0 to the run's directory and to `json`.
+
+    A failure to write to the run's directory is reported as a notice.
 
     Args:
-        number: of the signal that asked to stop, if there was one.
+        number: the number of the signal that asked to stop, if there was one.
 
     Raises:
         UnisonoError: `json` cannot be written.

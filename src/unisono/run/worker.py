@@ -109,17 +109,17 @@ def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
 
 
 class WorkerRun:
-    """One worker over all its views: its state and measurements.
+    """One worker of a run: its main loop, and its state and measurements over all its views.
 
     Args:
         make_writer: constructs a checkpoint writer.
 
     Attributes:
-        state: of the replica; a sharded model is built again in every view.
+        state: the training state of the replica; a sharded model is built again in every view.
         lock: this worker's share of the lock on the run's directory.
-        startup_seconds: from the start of the command to the first step.
-        trained: steps that this worker has taken.
-        step_seconds: of each of them.
+        startup_seconds: the time from the start of the command to the first step.
+        trained: the number of steps that this worker has taken.
+        step_seconds: the seconds of each of these steps.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ def _process_groups(
     rendezvous: ViewRendezvous, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack,
     copies: bool,
 ) -> ProcessGroups:  # fmt: skip
-    """Collective: the process groups of the layout; with `copies`, also one for memory checkpoints."""
+    """Collective: the process groups of the layout; with `copies`, also a process group for memory checkpoints."""
     if places.layout.workers == 1:
         return ProcessGroups.replicated(comm)
     world = rendezvous.open_world()
@@ -357,7 +357,8 @@ def _mesh(places: RankMesh, device: torch.device) -> Any:
 
 
 def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
-    """Digest of the weights. For sharded replicas, of those in the last checkpoint; empty except on worker 0."""
+    """The digest of the weights. With a pipeline, worker 0 computes it from the last checkpoint; empty on the others,
+    or without a sound checkpoint of the last step."""
     if trainer.replica.local.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
     if trainer.comm.rank == 0:
@@ -378,9 +379,9 @@ def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_second
 def _record_start(
     spec: RunSpec, config: Config, comm: Communicator, path: Path, record: Recorder, progress: Progress, view: View
 ) -> None:
-    """Record the configuration at the start of a run, and in later views the members, the first step and the loss.
+    """Record the configuration in the first view of an attempt, and in later views the members, first step and loss.
 
-    The loss is that of the step before, which a lost worker may not have recorded.
+    The loss is that of the step before the view, which a lost worker may not have recorded.
     """
     if view.start.view:
         who = f"workers {', '.join(view.members)} continue" if comm.size > 1 else f"worker {view.members[0]} continues"

@@ -52,7 +52,7 @@ def bind_arguments(
         others: further names, for the suggestion in the error for an unknown name.
 
     Raises:
-        InvalidInput: an unknown name (suggests the nearest), a missing one, or a value of another type.
+        InvalidInput: an argument is unknown (suggests the nearest name), missing, or of another type.
     """
     known = _signature(function)
     given = nested(arguments)
@@ -154,7 +154,7 @@ def _read_dataclass(name: str, value: Any, kind: type, default: Any) -> Any:
         return value
     if not isinstance(value, Mapping):
         cure = f"set its parts, for instance {option(name)}.{next(iter(_signature(kind)), 'part')}"
-        raise InvalidInput(option(name), value, "it has parts", cure)
+        raise InvalidInput(option(name), value, "it has parts, and no value of its own", cure)
     known = _signature(kind)
     parts = {} if default in (REQUIRED, None) else {part: getattr(default, part) for part in known}
     for part, given in value.items():

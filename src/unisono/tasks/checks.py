@@ -17,8 +17,8 @@ def check_function(field: str, value: Any, arguments: Sequence[str], example: st
     """Raise `InvalidInput` unless `value` is a function or object that can be called with `arguments`.
 
     Args:
-        field: as the user wrote it.
-        arguments: names of the positional arguments that it is called with.
+        field: the name of the argument, as the user wrote it.
+        arguments: names of the positional arguments that `value` is called with.
         example: what to write instead.
     """
     if isinstance(value, type):

@@ -14,7 +14,7 @@ from unisono.errors import InvalidInput
 
 
 class Schedule(Protocol):
-    """``schedule(step, steps)``: the factor on the learning rates."""
+    """A learning-rate schedule: ``schedule(step, steps)`` returns the factor on the learning rates."""
 
     def __call__(self, step: int, steps: int, /) -> float: ...
 
@@ -68,7 +68,7 @@ def factor_of(schedule: Schedule, step: int, steps: int) -> float:
     """The factor of `schedule` for `step` of `steps`.
 
     Raises:
-        InvalidInput: it is not a finite number from 0.
+        InvalidInput: the factor is not a finite number from 0.
     """
     returned: Any = schedule(step, steps)
     try:

@@ -1,4 +1,4 @@
-"""Tasks by name: a built-in one, ``path/to/file.py:function`` or ``package.module:function``.
+"""Tasks by name: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
 
 A `NamedTask` is a plain value that is sent to every worker as JSON or pickle; each worker loads the task from it. Its
 arguments may be text from a command line, which the function's annotations convert.
@@ -36,7 +36,7 @@ class NamedTask:
     Args:
         name: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
         arguments: keyword arguments; text is converted by the annotations, dotted names are fields of dataclasses.
-        directory: base of a relative path in `name`.
+        directory: the base of a relative path in `name`.
     """
 
     name: str
@@ -44,10 +44,11 @@ class NamedTask:
     directory: str = field(default_factory=os.getcwd)
 
     def load(self, others: Collection[str] = ()) -> Task:
-        """Import and make the task. `others` as for `bind_arguments`.
+        """Import and make the task. For `others` see `bind_arguments`.
 
         Raises:
-            InvalidInput: no such task, file or function; an unknown argument; an exception in the function.
+            InvalidInput: there is no such task, file or function, an argument is unknown, or the function raised an
+                exception.
         """
         target = self.target()
         made = (
@@ -68,10 +69,10 @@ class NamedTask:
         return parameters(target) if callable(target) else {}
 
     def place(self) -> tuple[str, str]:
-        """The file or module, and the name in it, without an import.
+        """The file or module of the task, and the name in it, without an import.
 
         Raises:
-            InvalidInput: no such built-in task, or no such file.
+            InvalidInput: there is no such built-in task, or no such file.
         """
         place, _, attribute = TASKS.get(self.name, self.name).rpartition(":")
         if not (place and attribute):
@@ -84,7 +85,7 @@ class NamedTask:
         """Import the function that makes the task, or the task itself.
 
         Raises:
-            InvalidInput: no such task, file, module or function, or an exception during import.
+            InvalidInput: there is no such task, file, module or function, or the import raised an exception.
         """
         place, attribute = self.place()
         module = self._module(place)

@@ -36,12 +36,12 @@ class Evaluation:
 
     Args:
         data: a map-style dataset, or a function that returns one.
-        metrics: name to ``metric(output, batch)``, a mean over the batch or one value per sample. The loss of the
-            task is always included, under the name ``loss``.
-        batch: samples per forward pass; part of the run's identity, not of the number of workers.
+        metrics: for each metric, by name, ``metric(output, batch)``, which returns a mean over the batch or one value
+            per sample. The loss of the task is always included, under the name ``loss``.
+        batch: the number of samples per forward pass, which does not depend on the number of workers.
 
     Raises:
-        InvalidInput: a metric is named ``loss``, or cannot be called with these arguments; `batch` is below 1.
+        InvalidInput: a metric is named ``loss``, or cannot be called with these arguments; or `batch` is below 1.
     """
 
     data: Data
@@ -62,19 +62,19 @@ class Task:
     """A model, its data and its loss; the first three arguments are required.
 
     Args:
-        model: builds the model. Called on every worker with the same random seed.
+        model: builds the model. It is called on every worker with the same random seed.
         data: a map-style dataset (``__len__`` and ``__getitem__``), or a function that returns one.
-        loss: ``loss(output, batch)``, the mean over the batch's weight, a scalar.
-        inputs: ``inputs(batch)``, the arguments of the model: a tuple is passed as positional arguments, a mapping as
-            keywords, anything else as the only argument. Default: ``batch[0]``.
+        loss: ``loss(output, batch)`` returns a scalar, the mean over what `weight` counts.
+        inputs: ``inputs(batch)`` returns the arguments of the model. A tuple is passed as positional arguments, a
+            mapping as keywords, anything else as the only argument. Default: ``batch[0]``.
         optimizer: builds the optimizer from the parameters. Default: AdamW, learning rate 1e-3.
-        weight: ``weight(batch)``, the weight of the batch in the mean over the global batch. Default: its number of
-            samples. Give the number of target tokens if the loss is a mean over tokens.
+        weight: ``weight(batch)`` returns the weight of the batch in the mean over the global batch. Default: its number
+            of samples. Give the number of target tokens if the loss is a mean over tokens.
         evaluate: an `Evaluation`, or its data.
-        schedule: ``schedule(step, steps)``, the factor on the learning rate. Default: constant.
+        schedule: ``schedule(step, steps)`` returns the factor on the learning rate. Default: constant.
         collate: makes a batch from a list of samples. Default: torch's.
         defaults: `Config` fields for this task, which the user may override (``{"steps": 300}``).
-        name: of the task, in logs and names of directories.
+        name: the name of the task, in logs and names of directories.
 
     Raises:
         InvalidInput: a function cannot be called with the arguments above, or an object was given instead of a
@@ -116,7 +116,7 @@ _SCHEDULE = "schedule=Cosine(), or schedule=lambda step, steps: 0.99**step"
 
 
 def _check_builders(task: Task) -> None:
-    """Raise `InvalidInput` unless model and optimizer are functions that build one."""
+    """Raise `InvalidInput` unless the task's model and optimizer are functions that build them."""
     _check_unbuilt("model", task.model, nn.Module, "lambda: {}(...)")
     check_callable("model", task.model, (), "model=lambda: Net(...)")
     _check_unbuilt("optimizer", task.optimizer, Optimizer, "lambda parameters: torch.optim.{}(parameters)")
@@ -163,7 +163,7 @@ def build_dataset(data: Data) -> Any:
     """The dataset: `data`, or its return value if it is a function.
 
     Raises:
-        InvalidInput: it is not a map-style dataset.
+        InvalidInput: the dataset is not a map-style dataset.
     """
     check_data("data", data)
     dataset = data() if _builds(data) else data

@@ -46,8 +46,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def samples_in(batch: Batch) -> int:
     """The number of samples in a batch: the length of its first tensor or array that has one.
 
-    Of packed sequences it is their number. In a batch without tensors it is the length of its first list, or its
-    own length.
+    For packed sequences it is the number of sequences. In a batch without tensors it is the length of its first list,
+    or its own length.
 
     Raises:
         InvalidInput: nothing in the batch has a length.
@@ -62,7 +62,7 @@ def samples_in(batch: Batch) -> int:
     except TypeError:
         raise InvalidInput(
             "batch", type(batch).__name__, "the number of its samples is not known, as it holds no tensor with a row "
-            "for each", "have collate put such a tensor first, or give Task(weight=...)") from None  # fmt: skip
+            "for each sample", "have collate put such a tensor first, or give Task(weight=...)") from None  # fmt: skip
 
 
 def _length(batch: Batch) -> int:

@@ -14,8 +14,8 @@ class Box:
     """A rectangular part of a tensor.
 
     Args:
-        shape: of the whole tensor.
-        offset, size: of the box, one number per dimension (a scalar: empty tuples).
+        shape: the shape of the whole tensor.
+        offset, size: the offset and size of the box, one number per dimension; empty for a scalar.
 
     Raises:
         ValueError: the box is not inside the tensor.
@@ -28,7 +28,10 @@ class Box:
     def __post_init__(self) -> None:
         inside = len(self.shape) == len(self.offset) == len(self.size)
         if not inside or any(o < 0 or n < 0 or o + n > s for s, o, n in zip(self.shape, self.offset, self.size)):
-            raise ValueError(f"{list(self.size)} elements at {list(self.offset)} are no box of {list(self.shape)}")
+            raise ValueError(
+                f"a box of size {list(self.size)} at offset {list(self.offset)} is not inside a tensor of shape "
+                f"{list(self.shape)}"
+            )
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
@@ -42,21 +45,22 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """The number of elements in the box."""
         return math.prod(self.size)
 
     def __str__(self) -> str:
-        """As Python writes slices: ``[0:2, 3:8]``."""
+        """The box as Python writes slices: ``[0:2, 3:8]``."""
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.size))}]"
 
     def overlap(self, other: Box) -> Box | None:
-        """The box of elements in both; None if there are none.
+        """The box of the elements that are in both boxes; None if there are none.
 
         Raises:
             ValueError: they are boxes of tensors of different shapes.
         """
         if self.shape != other.shape:
-            raise ValueError(f"boxes of {list(self.shape)} and of {list(other.shape)} have nothing in common")
+            shapes = f"{list(self.shape)} and {list(other.shape)}"
+            raise ValueError(f"boxes of tensors of different shapes, {shapes}, have no overlap")
         begin = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size))
         size = tuple(end - first for first, end in zip(begin, ends))
@@ -91,7 +95,7 @@ class Box:
 def slabs(box: Box, most: int) -> Iterator[Box]:
     """`box` cut into boxes of at most `most` elements (from 1), in row-major order.
 
-    Each is contiguous in a row-major tensor that has the elements of `box`.
+    Each of them is contiguous in a row-major tensor that has the elements of `box`.
     """
     if box.numel <= most:
         yield box
@@ -112,16 +116,19 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     cover, or none.
 
     Raises:
-        ValueError: names a region that two boxes cover, or none; or boxes cut the tensor along more than
-            ``_MOST_AXES`` dimensions.
+        ValueError: two boxes cover a region, or no box does (names the region); a box is of a tensor of another shape;
+            or boxes cut the tensor along more than ``_MOST_AXES`` dimensions.
     """
     if len(boxes) == 1 and boxes[0] == Box.whole(shape):
         return
-    if any(box.shape != shape for box in boxes):
-        raise ValueError(f"not all are boxes of {list(shape)}")
+    other = next((box.shape for box in boxes if box.shape != shape), None)
+    if other is not None:
+        raise ValueError(f"a box of a tensor of shape {list(other)} is among boxes of a tensor of shape {list(shape)}")
     axes = [axis for axis, size in enumerate(shape) if any(box.size[axis] != size for box in boxes)]
     if len(axes) > _MOST_AXES:
-        raise ValueError(f"boxes cut {list(shape)} along {len(axes)} dimensions, more than {_MOST_AXES}")
+        raise ValueError(
+            f"boxes cut a tensor of shape {list(shape)} along {len(axes)} dimensions, more than {_MOST_AXES}"
+        )
     left: Counter[tuple[int, ...]] = Counter()
     for count, box in [(-1, Box.whole(shape)), *((1, box) for box in boxes)]:
         for corner, sign in _corners(box, axes):
@@ -145,7 +152,7 @@ _MOST_AXES = 6
 def _corners(box: Box, axes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
     """The corners of the box in the dimensions `axes`, with the sign of the mixed difference of its indicator function.
 
-    The sign is 1 where an even number of the coordinates are ends.
+    The sign is 1 where an even number of the corner's coordinates are ends of the box, else -1.
     """
     ends = [(box.offset[axis], box.offset[axis] + box.size[axis]) for axis in axes]
     for which in itertools.product((0, 1), repeat=len(axes)):

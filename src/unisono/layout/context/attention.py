@@ -32,15 +32,17 @@ def attend(
     """Collective: ``scaled_dot_product_attention`` of local queries ``[..., local, E]`` over the keys and values of all
     ranks.
 
-    torch's own attention where neither queries nor keys are the split sequence: a cross-attention to a tensor that
+    Where the keys are not the split sequence, torch's own attention is called: for a cross-attention to a tensor that
     every worker has whole, or an attention over channels.
 
     Args:
         form: ``gather`` holds all keys and values at once, ``ring`` those of at most two workers.
-        keys: false for padding, of the whole micro-batch ``[N, length]``, where no mask of the model marks it.
+        keys: ``[N, length]`` for the whole micro-batch, false at padding. It has no effect next to an `attn_mask` that
+            is not causal, which must mark padding itself. None: no padding.
 
     Raises:
-        InvalidInput: dropout, a mask that fits neither the part nor the whole, or latent queries over local keys.
+        InvalidInput: dropout is on, the mask fits neither the part nor the whole, or there are not as many queries as
+            local keys.
     """
     crossed = key.shape[-2] != split.local
     if split.size == 1 or (crossed and not is_causal):
@@ -49,8 +51,8 @@ def attend(
         )
     _check(split, query, key, attn_mask, dropout_p, is_causal)
     if keys is not None and query.dim() != 4:
-        raise InvalidInput("keys", f"queries {tuple(query.shape)}", "padding needs queries [N, heads, tokens, E]",
-                           "pass attention batches and heads")  # fmt: skip
+        problem = f"attention with padding takes queries [N, heads, tokens, E], and these have {query.dim()} dimensions"
+        raise InvalidInput("query", tuple(query.shape), problem, "add the dimensions of samples and heads")
     query, key, value = _autocast(query, key, value)
     mask, is_causal = global_mask(attn_mask, is_causal, keys, split, peers)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -94,7 +96,7 @@ def _check(
 ) -> None:
     what = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}"
     if dropout_p:
-        raise InvalidInput("dropout", dropout_p, f"attention over {split.size} workers has no dropout",
+        raise InvalidInput("dropout", dropout_p, f"attention over {split.size} workers cannot apply dropout",
                            "set the model's attention dropout to 0")  # fmt: skip
     if is_causal and mask is not None:
         raise InvalidInput("attn_mask", what, "attention takes a mask or is_causal=True, not both", "pass one of them")
@@ -102,7 +104,7 @@ def _check(
         raise InvalidInput(
             "attention",
             what,
-            f"a worker has {split.local} of {split.length} tokens, and these queries and keys do not match them",
+            f"both must have this worker's {split.local} of the sequence's {split.length} tokens",
             "use context=1 for models with latent queries or causal cross-attention",
         )
 

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class DataDependence(TorchDispatchMode):
-    """While active, records what the code reads from tensors that depend on `weights`.
+    """A dispatch mode that records what the code reads from tensors that depend on `weights`.
 
     Attributes:
-        answers: numbers, booleans, and shapes that depend on values, in order.
+        answers: what the code read, in order: numbers, booleans, and shapes that depend on values.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -27,7 +27,7 @@ class DataDependence(TorchDispatchMode):
 
     @property
     def decisions(self) -> list[Any]:
-        """The answers that code can branch on; other answers differ wherever values do."""
+        """The booleans and shapes among the answers, on which code branches. Numbers differ wherever values do."""
         return [answer for answer in self.answers if isinstance(answer, bool | torch.Size)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

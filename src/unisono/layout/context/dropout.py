@@ -20,8 +20,11 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """`original` (``torch.nn.functional.dropout``), for activations ``[N, local, ...]`` with features by the local
-    tokens' part of a mask for the whole sequence. All ranks draw the same mask from equal random states."""
+    """Dropout with the mask that one worker would draw for the whole sequence.
+
+    Activations ``[N, local, ...]`` with features are multiplied by the local tokens' part of that mask, which all ranks
+    draw from equal random states. Any other input goes to `original`, ``torch.nn.functional.dropout``.
+    """
     if not training or p == 0 or input.dim() < 3 or input.shape[1] != split.local:
         return original(input, p, training, inplace)
     ones: Any = torch.ones(input.shape[0], split.length, *input.shape[2:], dtype=input.dtype, device=input.device)

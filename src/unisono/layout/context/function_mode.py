@@ -1,4 +1,4 @@
-"""A function mode that redirects a model's calls of torch that concern the whole sequence."""
+"""A function mode that redirects those of a model's calls to torch that concern the whole sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 
 class attending(TorchFunctionMode):
-    """While active, models that get a worker's part of a sequence attend to all of it and know their positions.
+    """A function mode in which a model that gets one worker's part of a sequence computes as on the whole sequence.
+
+    Its tokens attend to all tokens, and have their positions in the whole sequence.
 
         with attending(group, split):
             part_loss(loss, model(part), part, share).backward()
@@ -35,7 +37,7 @@ class attending(TorchFunctionMode):
         group: a process group, a one-dimensional mesh, or `Peers`.
         split: how this micro-batch's sequence is split over the group.
         form: ``gather`` is faster; ``ring`` holds keys and values of two workers instead of all.
-        keys: false for padding, of the whole micro-batch ``[N, length]``.
+        keys: ``[N, length]`` for the whole micro-batch, false at padding; None: no padding.
 
     Raises:
         InvalidInput: an unknown form, or a split whose size is not the group's.
@@ -53,7 +55,8 @@ class attending(TorchFunctionMode):
         if form not in FORMS:
             raise InvalidInput("form", form, "not a form of attention over workers", f"use one of {', '.join(FORMS)}")
         if split.size != peers.size:
-            raise InvalidInput("context", split.size, f"the group has {peers.size} workers", "split over all of them")
+            raise InvalidInput("context", split.size, f"the sequence is split into {split.size} parts, and the group "
+                               f"has {peers.size} workers", "give each worker one part")  # fmt: skip
         # Compiled graphs of these functions would contain calls that this mode redirects again.
         whole: Any = torch.compiler.disable
         self._attend = partial(whole(attend), split, peers, form, keys)
@@ -76,12 +79,13 @@ class attending(TorchFunctionMode):
         return self._redirects.get(func, func)(*args, **(kwargs or {}))
 
     def _differentiate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Backward with the mode active, for recomputed activations."""
+        """Backward with the mode active, as backward may recompute activations."""
         with self:
             return _undispatched(original)(*args, **kwargs)
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """``nn.MultiheadAttention``, by torch's own code with this attention; its weights are not computed."""
+        """The attention of ``nn.MultiheadAttention``, by torch's own code, which calls `attend`. The attention weights
+        are not computed: the second result is None."""
         ours = _undispatched(F.multi_head_attention_forward, scaled_dot_product_attention=self._attend)
         output, _ = ours(*args, **{**kwargs, "need_weights": False})
         return output, None

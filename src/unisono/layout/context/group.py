@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, as attention needs them."""
+"""The ranks that share a sequence, and the messages between them that attention needs."""
 
 from __future__ import annotations
 

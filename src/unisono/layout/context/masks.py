@@ -1,4 +1,4 @@
-"""Derives the attention mask of the whole sequence from one that the model made from a part."""
+"""Derives an attention mask for the keys of the whole sequence from the mask that a model made for its part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from unisono.layout.context.sequence_split import SequenceSplit
 def global_mask(
     mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: SequenceSplit, peers: Peers
 ) -> tuple[Tensor | None, bool]:
-    """A mask with columns for all keys, in the sequence's order, and rows for the local queries or one for all.
+    """A mask with columns for all keys, in the sequence's order, and a row for each local query, or one row for all.
+
+    It is made from `mask`, by the shape of that:
 
     * ``[..., length, length]``: the rows of local queries are taken;
     * ``[..., local or 1, length or 1]``: unchanged;
@@ -21,10 +23,10 @@ def global_mask(
     * ``[..., local, local]``, made by the model from local tokens: accepted if it is a causal mask, else refused.
 
     Returns:
-        The mask, None for none or only a causal one; and whether the mask is only causal.
+        The mask, and whether attention is causal instead. The mask is None if there is none, or only a causal one.
 
     Raises:
-        InvalidInput: a mask that does not determine the visibility of other ranks' keys.
+        InvalidInput: the mask does not say to which keys of other ranks the queries attend.
     """
     if mask is None or _is_causal(mask, split):
         past = is_causal or mask is not None
@@ -50,7 +52,7 @@ def _padding_mask(keys: Tensor, past: bool, split: SequenceSplit, rank: int) -> 
 
 
 def _is_causal(mask: Tensor, split: SequenceSplit) -> bool:
-    """Whether it is the causal mask of the local tokens; false for a single token, which is ambiguous."""
+    """Whether `mask` is the causal mask of the local tokens; false for a single token, whose mask is ambiguous."""
     if mask.shape[-2:] != (split.local, split.local) or split.local == 1:
         return False
     triangle = torch.ones(split.local, split.local, dtype=torch.bool, device=mask.device).tril()
@@ -72,6 +74,6 @@ def _ambiguous(mask: Tensor, split: SequenceSplit) -> InvalidInput:
         f"a mask {tuple(mask.shape)}",
         f"with context = {split.size} a worker has {split.local} queries for {split.length} keys, and this mask does"
         " not cover the other workers' tokens",
-        f"pass is_causal=True, or a mask [..., {split.local} or {split.length}, {split.length}], and padding among the"
-        " model's inputs",
+        f"pass is_causal=True, or a mask [..., {split.local} or {split.length}, {split.length}]; pass a padding mask"
+        " as an input of the model",
     )

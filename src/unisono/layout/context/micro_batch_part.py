@@ -22,8 +22,9 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def verify_sample(model: nn.Module, sample: Sample, size: int) -> str:
-    """Verify `model` on parts of `sample`, and again with padding if it gets a mask of ones. Returns why it does not
-    support padding; empty if it does, or has no such mask.
+    """Verify `model` on parts of `sample`; if its padding mask marks no padding, verify it with padding too.
+
+    Returns why the model does not support padding. Empty: it does, or the sample has no such mask.
 
     Raises:
         InvalidInput: see `verify`.
@@ -40,11 +41,13 @@ def verify_sample(model: nn.Module, sample: Sample, size: int) -> str:
 
 
 class MicroBatchPart:
-    """``with micro_batch_part(batch, loss) as (part, part_loss):`` forward and backward of this worker's part of
-    `batch`.
+    """Gives a worker its part of a micro-batch, and makes attention cover the whole sequence meanwhile.
+
+        with micro_batch_part(batch, loss) as (part, part_loss):
+            part_loss(model(part), part).backward()
 
     Args:
-        mesh: the context group, one-dimensional.
+        mesh: the one-dimensional mesh of the context group.
         sample: how the task uses a batch.
         without_padding: why the model supports no padding; empty if it does.
     """
@@ -60,7 +63,7 @@ class MicroBatchPart:
         split = SequenceSplit(sequence_length(batch), self._size)
         batch, keys = hide_padding(batch, self._sample.inputs, split.length)
         if keys is not None and self._without_padding:
-            problem = f"a batch has padding, and with context = {self._size} {self._without_padding}"
+            problem = f"a batch has padding, which fails with context = {self._size} ({self._without_padding})"
             raise InvalidInput(MASK_NAME, tuple(keys.shape), problem, "give sequences of full length, or use context=1")
         counts = loss_share(self._sample.weight, batch, split, self._rank)
         with attending(self._mesh, split, keys=keys):

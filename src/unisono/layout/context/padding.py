@@ -1,4 +1,4 @@
-"""Padding in a split sequence: attention gets the whole mask, and the model sees none.
+"""Padding in a split sequence: attention gets the mask of the whole sequence, and the model sees no padding.
 
 A model that gets the padding mask of its own tokens cannot know the padding of other parts. And if all tokens of a part
 are real, its code may take another branch than where some are masked.
@@ -21,19 +21,21 @@ Inputs = Callable[[Batch], Any]
 
 
 def padding_mask(inputs: Any, length: int) -> Tensor | None:
-    """The mask ``[N, length]``, nonzero for tokens, among a model's arguments; None without one."""
+    """The padding mask ``[N, length]`` among a model's arguments, zero at padding; None if there is no such mask."""
     mask = inputs.get(MASK_NAME) if isinstance(inputs, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.shape[1:] == (length,) else None
 
 
 def hide_padding(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tensor | None]:
-    """`batch` with a mask of ones, and which tokens ``[N, length]`` are real; None if all are.
+    """`batch` with ones in place of its padding mask, and that mask as bool ``[N, length]``, false at padding.
+
+    Without padding: `batch` itself, and None.
 
     Args:
-        inputs: a batch to the model's arguments.
+        inputs: ``inputs(batch)`` returns the model's arguments.
 
     Raises:
-        InvalidInput: the mask is not a tensor of the batch.
+        InvalidInput: the model gets a padding mask that is not a tensor of the batch.
     """
     mask = padding_mask(inputs(batch), length)
     if mask is None or bool(mask.bool().all()):
@@ -47,7 +49,10 @@ def hide_padding(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tens
 
 
 def with_padding(batch: Batch, inputs: Inputs, length: int) -> Batch | None:
-    """`batch` with its first sample's last tokens marked as padding; None if it has padding already, or no mask."""
+    """`batch` with its first sample's last tokens marked as padding.
+
+    None if it has padding already, has no padding mask, or is shorter than 4 tokens.
+    """
     mask = padding_mask(inputs(batch), length)
     if mask is None or length < 4 or not bool(mask.bool().all()):
         return None

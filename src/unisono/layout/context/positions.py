@@ -1,8 +1,8 @@
 """Positions that a model computes in `forward`, corrected to those of a worker's own tokens.
 
 A model counts its tokens (``torch.arange(t)``) or takes the first rows of a table of positions (``table[:t]``). On a
-worker *t* is the local length, and both would begin at 0. These functions correct the arguments of such calls. `verify`
-finds out whether the calls meant something else.
+worker *t* is the local length, so that both calls would begin at position 0. These functions correct the arguments of
+such calls. `verify` finds out whether the calls meant something else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 
 def arange(split: SequenceSplit, rank: int, *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.arange``; where it counts local tokens from 0, their positions in the sequence."""
+    """``torch.arange``, except that a call that counts local tokens from 0 gives their positions in the sequence."""
     rest = {key: value for key, value in kwargs.items() if key not in ("start", "end", "step")}
     if _bounds(args, kwargs) != (0, split.local, 1) or "out" in rest:
         return torch.arange(*args, **kwargs)
@@ -30,8 +30,10 @@ def arange(split: SequenceSplit, rank: int, *args: Any, **kwargs: Any) -> Tensor
 def diff(
     split: SequenceSplit, rank: int, input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> Tensor:
-    """``torch.diff``; of the local tokens' positions, the distance from the previous token of the sequence, which is 1
-    also where a worker's second chunk begins. Models detect packed sequences by it."""
+    """``torch.diff``, except that differences of the local tokens' positions are 1 between a worker's two chunks too.
+
+    Models take any other difference for the beginning of another sequence that is packed into the same row.
+    """
     found = torch.diff(input, n, dim, prepend, append)
     last = dim in (-1, input.dim() - 1) and input.shape[-1:] == (split.local,)
     if len(split.spans(rank)) == 2 and last and n == 1 and append is None and not input.is_floating_point():
@@ -42,10 +44,10 @@ def diff(
 
 
 def index(split: SequenceSplit, rank: int, table: Tensor, key: Any) -> Tensor:
-    """``table[key]``; where it takes as many first rows as there are local tokens, the rows of the local tokens.
+    """``table[key]``, except that a slice of the first rows, one for each local token, gives the rows of these tokens.
 
-    Only for tensors that do not depend on tokens (weights, buffers, constants) and are at least as long as the
-    sequence. Two such slices are a square mask: rows of the local tokens, columns of the whole sequence.
+    This concerns only tensors that do not depend on tokens (weights, buffers, constants) and are at least as long as
+    the sequence. Two such slices take a square mask: rows of the local tokens, columns of the whole sequence.
 
     Raises:
         InvalidInput: the table is shorter than the sequence, but longer than the local part.
@@ -62,14 +64,14 @@ def index(split: SequenceSplit, rank: int, table: Tensor, key: Any) -> Tensor:
 
 
 def narrow(split: SequenceSplit, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """``table.narrow(dim, start, length)``, as `index`."""
+    """``table.narrow(dim, start, length)``, with the same exception as in `index`."""
     if (start, length) != (0, split.local) or not _is_constant(table) or not _covers_sequence(table, dim, split):
         return table.narrow(dim, start, length)
     return _pieces(split, rank, dim, lambda span: table.narrow(dim, span.start, span.stop - span.start))
 
 
 def _is_constant(table: Tensor) -> bool:
-    """Whether it is, or is a view of, a tensor without gradient history, so that it does not depend on tokens."""
+    """Whether `table` is, or is a view of, a tensor without gradient history, so that it does not depend on tokens."""
     source = table if table._base is None else table._base
     return source.grad_fn is None
 
@@ -91,7 +93,7 @@ def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, An
 
 
 def _token_slices(split: SequenceSplit, table: Tensor, entries: list[Any]) -> list[int]:
-    """Indices of the entries that slice the first local-length rows of a dimension as long as the sequence."""
+    """Indices of the entries that take the first `split.local` rows of a dimension with a row for every token."""
     if not all(x is None or x is Ellipsis or isinstance(x, slice) or type(x) is int for x in entries):
         return []
     skipped = table.dim() - sum(x is not None and x is not Ellipsis for x in entries)

@@ -1,7 +1,7 @@
 """Ring attention: keys and values are sent around a ring, so that no rank holds those of more than two ranks.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers"; results of blocks are merged by their log-sum-exp as in
-Milakov & Gimelshein 2018. Backward takes a second round, in which the gradients of keys and values follow them.
+Milakov & Gimelshein 2018. In backward, keys and values are sent around once more, followed by their gradients.
 
         worker 0        worker 1        worker 2
      k, v of 0  ──►  k, v of 0  ──►  k, v of 0        while a block is computed,
@@ -24,11 +24,11 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Local queries that attend to keys of one rank: their rows, and keys up to `stop`."""
+    """One block of the attention matrix: the local queries `rows`, and the first `stop` keys of one rank."""
 
     rows: slice
     stop: int
-    mask: Tensor | None  # [..., rows, stop], True or 0 where a query attends to a key
+    mask: Tensor | None  # [..., rows, stop]; bool: True where a query attends to a key; floats are added to the scores
 
 
 def ring(
@@ -41,8 +41,10 @@ def ring(
     split: SequenceSplit,
     peers: Peers,
 ) -> Tensor:
-    """Collective: attention ``[..., local, value width]``; `mask` is ``[..., local or 1, length]`` and gets no
-    gradient."""
+    """Collective: the attention of the local queries to all keys, ``[..., local, value width]``.
+
+    `mask` is ``[..., local or 1, length]`` and gets no gradient.
+    """
     plan = _Plan(mask, is_causal, scale, split, peers)
     attended: Tensor = _Ring.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
     return attended
@@ -69,8 +71,10 @@ class _Plan:
         return None if self.mask is None else self.split.part(self.mask, -1, peer)
 
     def rotate(self, packet: Tensor, visit: Callable[[int, Tensor], None]) -> None:
-        """Collective: call `visit` with the packet of each rank, this one's first. The next packet is received
-        meanwhile, and each is freed after its visit."""
+        """Collective: call ``visit(rank, packet)`` with the packet of each rank, beginning with this rank's own.
+
+        During a visit the next packet is received; after it, the visited packet is freed.
+        """
         n = self.peers.size
         for step in range(n):
             pending = self.peers.ring_shift(packet) if step < n - 1 else None

@@ -4,9 +4,9 @@ The contract for the caller that computes a step:
 
 1. Every rank of the context group has the same whole micro-batch and takes its part: ``take_part(batch, split, rank)``.
 2. Every rank runs the model and the task's own loss on its part: the mean over its own counted tokens.
-3. It multiplies that loss by ``loss_share(weight, batch, split, rank)`` (and by the micro-batch's own weight) before
-   backward. The shares of a group sum to 1, so losses **and gradients sum to** those of the whole micro-batch: sum them
-   over the group, never average.
+3. Every rank multiplies its loss by ``loss_share(weight, batch, split, rank)`` (and by the micro-batch's own weight)
+   before backward. The shares of a group sum to 1, so losses **and gradients sum to** those of the whole micro-batch:
+   sum them over the group, never average.
 
 Where targets are masked (``ignore_index``) the parts of a micro-batch have different numbers of counted tokens, and a
 mean of means is not the mean: the task's `weight` must then be the number of counted tokens. Where all tokens count, a
@@ -30,7 +30,7 @@ def sequence_length(batch: Batch, dim: int = 1) -> int:
     """Tokens of a sequence: the size along `dim` of the batch's first tensor that has this dimension.
 
     Raises:
-        InvalidInput: no tensor has it.
+        InvalidInput: no tensor has this dimension.
     """
     for tensor in tensors(batch):
         if tensor.dim() > dim:
@@ -42,8 +42,8 @@ def sequence_length(batch: Batch, dim: int = 1) -> int:
 def take_part(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
     """The part of `batch` of worker `rank`, in the same nesting of tuples, lists and mappings.
 
-    Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask ``[N, heads
-    or 1, length, length]``, the rows of the worker's tokens with all columns; everything else whole.
+    A tensor whose size along `dim` is the sequence's length is cut to the worker's tokens. A mask ``[N, heads or 1,
+    length, length]`` is cut to the rows of these tokens, with all columns. Everything else stays whole.
     """
 
     def cut(x: Tensor) -> Tensor:
@@ -59,10 +59,11 @@ def take_part(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Ba
 def loss_share(
     weight: Callable[[Batch], float] | None, batch: Batch, split: SequenceSplit, rank: int, dim: int = 1
 ) -> float:
-    """The weight of worker `rank`'s loss in the micro-batch's, from 0 to 1; the group's weights sum to 1.
+    """The weight of worker `rank`'s loss in the loss of the micro-batch, from 0 to 1; the group's weights sum to 1.
 
     Args:
-        weight: the task's own, a number of counted tokens or of samples; None counts every token alike.
+        weight: ``weight(batch)`` is the task's weight: a number of counted tokens, or of samples. None: every token
+            counts the same.
         batch: the whole micro-batch.
     """
     if weight is None:
@@ -85,7 +86,10 @@ def part_loss(loss: Callable[[Any, Batch], Tensor], output: Any, batch: Batch, s
 
 
 def with_positions(inputs: Batch, split: SequenceSplit, rank: int, name: str = "position_ids") -> Batch:
-    """Keyword inputs of a worker's part with its tokens' positions ``[1, local]`` added, unless present."""
+    """`inputs` with the positions ``[1, local]`` of the worker's tokens added as `name`.
+
+    Returns `inputs` unchanged if they are no keywords, or have positions already.
+    """
     if not isinstance(inputs, Mapping) or inputs.get(name) is not None:
         return inputs
     device = next((x.device for x in tensors(inputs)), None)

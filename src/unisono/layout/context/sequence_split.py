@@ -15,16 +15,16 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """A sequence of `length` tokens over `size` workers.
+    """How a sequence of `length` tokens is divided among `size` workers.
 
-    Balanced: 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r. Under a causal mask, where later
-    tokens attend to more keys, all workers then have equal work. Else worker r has chunk r of `size`. A worker's tokens
-    keep their order in both cases.
+    If `balanced`, there are 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r. Under a causal mask,
+    where later tokens attend to more keys, all workers then have equal work. Otherwise there are `size` chunks, and
+    worker r has chunk r. A worker's tokens keep their order in both cases.
 
     Args:
-        length: tokens of the whole sequence.
-        size: workers that share it.
-        balanced: two chunks for each worker instead of one.
+        length: the number of tokens of the whole sequence.
+        size: the number of workers that share it.
+        balanced: whether each worker has two chunks instead of one.
 
     Raises:
         InvalidInput: the sequence cannot be cut into equal chunks.
@@ -47,7 +47,7 @@ class SequenceSplit:
 
     @property
     def pieces(self) -> int:
-        """The number of all chunks, which divides the length."""
+        """The number of chunks of all workers, which divides the length."""
         return 2 * self.size if self.balanced and self.size > 1 else self.size
 
     @property
@@ -89,8 +89,9 @@ class SequenceSplit:
     def visible(self, rank: int, peer: int) -> Iterator[tuple[Span, int, bool]]:
         """The keys of `peer` that the queries of `rank` attend to under a causal mask, block by block.
 
-        Yields a span of local queries, the number of the peer's keys (from its first) that they attend to, and whether
-        the last chunk of those is visible only up to each query's own token. Empty blocks are omitted.
+        Yields a span of local queries, and the number of the peer's keys, from its first, to which they attend. A third
+        value is true if the last chunk of these keys is visible only up to each query's own token. Empty blocks are
+        omitted.
         """
         for i, mine in enumerate(self.chunks(rank)):
             seen = sum(theirs <= mine for theirs in self.chunks(peer))

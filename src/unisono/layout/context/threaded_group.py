@@ -21,8 +21,10 @@ class GroupMismatch(ValueError):
 
 
 class ThreadedGroup:
-    """`Peers` of one rank among threads. Gathered tensors stay in one graph, so that backward runs through all
-    ranks."""
+    """`Peers` of one rank, where every rank is a thread of this process.
+
+    Gathered tensors stay in one autograd graph, so that backward runs through all ranks.
+    """
 
     def __init__(self, rank: int, shared: SharedExchange) -> None:
         self.rank, self.size, self._shared = rank, shared.size, shared
@@ -32,7 +34,7 @@ class ThreadedGroup:
         return torch.stack(self._exchange(mine))
 
     def ring_shift(self, mine: Tensor) -> PendingTensor:
-        """Without gradients."""
+        """The previous rank's tensor, without gradients."""
         return Received(self._exchange(mine)[self.rank - 1].detach().clone())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
@@ -41,7 +43,7 @@ class ThreadedGroup:
 
 
 class SharedExchange:
-    """The tensors that the threads exchange. No thread waits for one that has ended.
+    """Exchanges tensors between the threads. No thread waits for a thread that has ended.
 
     Attributes:
         lock: held by the thread that runs.
@@ -57,7 +59,7 @@ class SharedExchange:
         """Collective: the tensors of all ranks in exchange `number`, by rank.
 
         Raises:
-            GroupMismatch: a rank has ended without it.
+            GroupMismatch: another rank has ended without this exchange.
         """
         given = self._rounds.setdefault(number, {})
         given[rank] = mine
@@ -71,12 +73,13 @@ class SharedExchange:
         return [given[each] for each in range(self.size)]
 
     def end(self, rank: int, error: Exception | None) -> None:
-        """Mark a rank as ended."""
+        """Mark a rank as ended, by `error` or without one."""
         self._ended[rank] = error
         self.lock.notify_all()
 
     def check(self) -> None:
-        """Raise the first error; a `GroupMismatch`, which may only be a consequence, last."""
+        """Raise the first error of any rank. A `GroupMismatch` may be a consequence of another error, which is raised
+        instead."""
         errors = [error for error in self._ended.values() if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, GroupMismatch)):
             raise error

@@ -1,4 +1,4 @@
-"""Verifies in one process, before training, that a model computes the same on parts of a sequence."""
+"""Verifies in one process, before training, that a model computes the same on parts of a sequence as on the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unisono.tensors.batch import tensors
 
 LOG = logging.getLogger("unisono")
 Forward = Callable[[Any], Any]
-_TRIALS = 8  # with different weights, if the code reads values on which it may branch
+_TRIALS = 8  # each with other weights; more than one only if the code reads values on which it may branch
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _CURE = (
     "let forward take the positions of its tokens as an input (position_ids, as in transformers), and mix tokens only"
@@ -50,19 +50,20 @@ def verify(
 
     Weights are temporarily perturbed, so that tables initialized with zeros count, and dropout of activations is off.
     Needs memory for the weights twice. Use sequence lengths of the training data: a constant in the model that equals
-    the local length can be mistaken for it.
+    the local length can be mistaken for that length.
 
     Args:
-        model: whole and plain, before it is wrapped or split.
-        sample: a batch; the model is called with it, or by `forward`.
-        forward: ``forward(batch)``, the model's output; default: a tuple's elements are arguments, a mapping's keys.
-        loss: the task's; if given, the sum of the parts' losses is compared with the whole's as well.
-        weight: the task's, see `loss_share`.
-        inputs: a batch to the model's arguments: a padding mask among them (``attention_mask`` in transformers) is
-            hidden from the model on parts, and passed to its attention.
+        model: the whole model, before it is wrapped or split.
+        sample: a batch.
+        forward: ``forward(batch)`` returns the model's output. Default: the model is called with the elements of a
+            tuple, the items of a mapping as keywords, or else the batch itself.
+        loss: the task's loss; if given, the sum of the parts' losses is compared with the loss of the whole too.
+        weight: the task's weight, see `loss_share`.
+        inputs: ``inputs(batch)`` returns the model's arguments. On parts, a padding mask among them (``attention_mask``
+            in transformers) is hidden from the model, and passed to its attention.
 
     Raises:
-        InvalidInput: they differ; names the first module that does, and a remedy.
+        InvalidInput: outputs, losses or gradients differ; names the first module whose output differs, and a remedy.
     """
     split = SequenceSplit(sequence_length(sample), size, balanced)
     run = forward or (lambda batch: _call(model, batch))
@@ -70,14 +71,15 @@ def verify(
     for seed in range(_TRIALS):
         found = trial.difference_with_noise(seed)
         if found:
-            raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
+            problem = f"{type(model).__name__} does not compute the same on parts of a sequence: {found}"
+            raise InvalidInput("context", size, problem, _CURE)
         if not trial.reads_values:
             return
     if not trial.same_decisions:  # decisions differ between parts, and results do not
         return
     LOG.warning(
         "%s branches on values that it computes. In %d trials, parts of a sequence took the branches of the whole; "
-        "a part that takes another one computes a different result than one worker",
+        "in training, a part that takes another branch computes a different result than one worker",
         type(model).__name__,
         _TRIALS,
     )
@@ -85,7 +87,7 @@ def verify(
 
 @dataclass
 class _SplitComparison:
-    """The arguments of `verify`, and its observations.
+    """Compares the model on the whole sequence and on its parts; has the arguments of `verify`, and observations.
 
     Attributes:
         reads_values: whether the code reads values that it computes.
@@ -103,7 +105,7 @@ class _SplitComparison:
     same_decisions: bool = False
 
     def difference_with_noise(self, seed: int) -> str | None:
-        """A description of the difference with perturbed weights and without dropout; None without one."""
+        """A description of the difference with perturbed weights and without dropout; None if there is none."""
         with _perturbed(self.model, seed), _NoDropout():
             try:
                 return self.difference()
@@ -113,7 +115,7 @@ class _SplitComparison:
                 return f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
 
     def difference(self) -> str | None:
-        """A description of the difference; None without one."""
+        """A description of the difference; None if there is none."""
         split, model = self.split, self.model
         sample, keys = hide_padding(self.sample, self.inputs, split.length)
         parts = [take_part(sample, split, r) for r in range(split.size)]
@@ -190,7 +192,7 @@ def _weighted_sum(outputs: list[Tensor]) -> Tensor:
 
 
 def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
-    """Whether they are equal up to rounding in another order of summation, relative to the size of `want`."""
+    """Whether `got` is `want` up to rounding in another order of summation, relative to the magnitude of `want`."""
     if not want.is_floating_point():
         return bool((got == want).all())
     rough = 5e-2 if want.dtype in (torch.bfloat16, torch.float16) else 1e-4
@@ -201,7 +203,7 @@ def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
 
 @contextmanager
 def _module_outputs(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """The first output of each module, by thread and by name, in order of completion."""
+    """A context that records the first output of each module, by thread and by name, in order of completion."""
     notes: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def note(name: str) -> Callable[..., None]:
@@ -221,7 +223,7 @@ def _module_outputs(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
 
 @contextmanager
 def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
-    """Add noise to the weights; restores weights and buffers bit by bit."""
+    """A context with noise added to the weights; on exit, weights and buffers have their former bits."""
     generator = torch.Generator().manual_seed(seed)
     weights = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
     buffers = [(b, b.clone()) for b in model.buffers()]

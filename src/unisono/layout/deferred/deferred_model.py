@@ -1,4 +1,4 @@
-"""Models that are built as shapes first and then, tensor by tensor, get the bits of an ordinary build."""
+"""Models that are built without memory first, and then, tensor by tensor, get the bits of an ordinary build."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class DeferredModel(ABC):
 
     @abstractmethod
     def materialize(self, keep: Keep) -> dict[str, Tensor]:
-        """Compute one parameter or buffer after the other and store the results of `keep`.
+        """Compute one parameter or buffer after the other, and return what `keep` returns for each.
 
         The global generator ends in the state of an ordinary build. Tensors that modules hold besides parameters and
-        buffers are restored whole.
+        buffers get their values in place.
 
         Args:
-            keep: called once with the name (the first, where tied) and the whole tensor of every parameter and buffer,
-                in no particular order; returns what to keep, or None. It must not draw random numbers. The tensor is
-                freed after the call, unless all of it is returned.
+            keep: ``keep(name, whole)`` is called once for every parameter and buffer, in no particular order, with its
+                values. A tied tensor comes under its first name. Returns what to keep, or None. `keep` must not draw
+                random numbers. `whole` is freed after the call, unless all of it is returned.
 
         Returns:
             What was kept, by name, in the model's order.
@@ -65,8 +65,8 @@ class DeferredModel(ABC):
 def record(build: Callable[[], nn.Module]) -> DeferredModel:
     """Run `build` without memory for its tensors.
 
-    Restores the global generators. If the build cannot be deferred, `build` is called again, on real memory, with the
-    same random states.
+    Afterwards torch's global generator has the state from before. If the build cannot be deferred, `build` is called
+    again, on real memory, with the same random states.
 
     Raises:
         InvalidInput: what `build` returns is not a module, or has parameters without values.
@@ -96,7 +96,7 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
 
 
 class _RecordedModel(DeferredModel):
-    """A model that exists as a tape only."""
+    """A model whose values exist only as a tape of the operations that compute them."""
 
     def __init__(self, model: nn.Module, recorder: TapeRecorder) -> None:
         super().__init__(model)
@@ -134,7 +134,7 @@ class _RecordedModel(DeferredModel):
 
 
 class _MaterializedModel(DeferredModel):
-    """A model in memory."""
+    """A model that was built in memory, as its construction could not be deferred."""
 
     def __init__(self, model: nn.Module, why: str, end: Tensor) -> None:
         super().__init__(model, why)
@@ -170,7 +170,7 @@ def _checked(built: object) -> nn.Module:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             problem = "its shape is not known before the model has seen a batch"
-            raise InvalidInput("model", name, problem, "name the sizes in place of a lazy module")
+            raise InvalidInput("model", name, problem, "use a module with given sizes instead of a lazy module")
     return model
 
 

@@ -25,7 +25,7 @@ def recording(recorder: TapeRecorder) -> Iterator[None]:
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Passes on every operator, below autograd."""
+    """Passes every operator to the recorder, below autograd."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class _OperatorMode(TorchDispatchMode):
 
 
 class _AttributeMode(TorchFunctionMode):
-    """Answers for placeholders what does not reach an operator, such as their device."""
+    """Answers what code asks placeholders without calling an operator, such as their device."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _list(recorder: TapeRecorder, tensor: Tensor) -> Any:
 
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    return lambda recorder, *args, **kwargs: recorder.refuse(f"it takes {what}, which has none yet")
+    return lambda recorder, *args, **kwargs: recorder.refuse(f"it {what}, and tensors have no memory yet")
 
 
 _SHARING = {torch.from_numpy, torch.frombuffer, torch.as_tensor, torch.asarray}
@@ -97,8 +97,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.tolist: _list,
     Tensor.numpy: lambda recorder, tensor, **kwargs: _array(recorder, tensor),
     Tensor.__array__: _array,
-    Tensor.data_ptr: _refusing("the address of a tensor"),
-    Tensor.storage: _refusing("the memory of a tensor"),
-    Tensor.untyped_storage: _refusing("the memory of a tensor"),
-    Tensor.__reduce_ex__: _refusing("a pickled tensor"),
+    Tensor.data_ptr: _refusing("asks for the address of a tensor"),
+    Tensor.storage: _refusing("asks for the memory of a tensor"),
+    Tensor.untyped_storage: _refusing("asks for the memory of a tensor"),
+    Tensor.__reduce_ex__: _refusing("pickles a tensor"),
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-# overwrite every element of their first argument without reading it, with as many draws as it has elements
+# Operators that overwrite every element of their first argument without reading it. How many random numbers they draw,
+# if any, depends only on the number of elements.
 _FILLS = {
     "aten::" + name
     for name in (
@@ -26,7 +27,7 @@ _FILLS = {
         *("log_normal_", "cauchy_"),
     )
 }
-# read only shape, strides and dtype of their first argument
+# Operators that read only shape, strides and dtype of their first argument.
 _GEOMETRY_ONLY = {
     "aten::" + name
     for name in (
@@ -42,14 +43,14 @@ class Traits:
     """Traits of an operator.
 
     Args:
-        written: positions and keywords of arguments that it writes to.
-        draws: it takes random numbers.
-        fills: it overwrites all of what it writes to.
-        geometry_only: of its first argument it reads only the geometry.
-        changes_view: it changes shape, strides or offset of a tensor in place, but no content.
-        data_dependent: its result, or the result's shape, depends on content.
-        has_device: it takes a device.
-        strided: it accepts strided tensors only.
+        written: positions and keywords of the arguments that the operator writes to.
+        draws: whether it draws random numbers.
+        fills: whether it overwrites its first argument completely.
+        geometry_only: whether it reads only shape, strides and dtype of its first argument.
+        changes_view: whether it changes shape, strides or offset of a tensor in place, but no content.
+        data_dependent: whether its result, or the result's shape, depends on the content of tensors.
+        has_device: whether it has an argument `device`.
+        strided: whether it works on strided tensors only.
     """
 
     written: frozenset[int | str]

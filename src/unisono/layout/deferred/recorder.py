@@ -30,16 +30,16 @@ class TapeRecorder:
         self.ends: dict[torch.Generator, Tensor | int] = {}
         self.refusal = ""
         self.sharing = False
-        self._numbers: dict[int, int] = {}  # of storages on the tape, by address
+        self._numbers: dict[int, int] = {}  # numbers of the storages on the tape, by address
         self._external: set[int] = set()  # numbers of placeholders for memory that exists outside of the model
         self._draws = GeneratorTracker()
 
     def close(self) -> None:
-        """Restore the generators; nothing is recorded any more."""
+        """Restore the generators after the recording, and keep their final positions in `ends`."""
         self.ends = self._draws.close()
 
     def refuse(self, why: str) -> NoReturn:
-        """Give up, even if the user's code catches all errors."""
+        """Raise `NotDeferrable`, and keep the reason in `refusal`, as the user's code may catch the error."""
         self.refusal = self.refusal or why
         raise NotDeferrable(why)
 
@@ -158,7 +158,7 @@ class TapeRecorder:
         return TensorView.of(tensor, self._numbers[storage._cdata])
 
     def _meta_argument(self, value: Any) -> Any:
-        """The placeholder of an argument on the meta device."""
+        """The placeholder on the meta device for a tensor argument; any other argument unchanged."""
         if not isinstance(value, Tensor):
             return value
         plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -174,7 +174,10 @@ class TapeRecorder:
         return self.meta_placeholder(value, outside=True)
 
     def meta_placeholder(self, real: Tensor, outside: bool) -> Tensor:
-        """A tensor on the meta device with the content of a real one."""
+        """The placeholder on the meta device for `real`, whose content is added to the tape.
+
+        If `outside`, the memory exists outside of the model, and a recorded operation that writes to it is refused.
+        """
         storage = real.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:

@@ -23,7 +23,7 @@ def replay(tape: Tape, wanted: Iterable[int], ends: Ends, release: Callable[[int
     Args:
         tape: the recorded operations.
         wanted: numbers of storages.
-        ends: final states of generators, or the draws after which to leave them.
+        ends: for each generator its final state, or the number of the draw after which it is left.
         release: called once with each wanted storage and its final content, just before it is freed.
     """
     wanted = frozenset(wanted)
@@ -97,7 +97,7 @@ class _Replayer:
         return self.storages[number]
 
     def _store(self, place: TensorView, tensor: Tensor, inputs: set[int]) -> None:
-        """Adopt a returned tensor's memory if its view is as inferred on the meta device; else copy."""
+        """Adopt the memory of a returned tensor if its view is as inferred on the meta device; else copy the tensor."""
         storage = tensor.untyped_storage()
         assert (tensor.device.type, tensor.dtype, tensor.size()) == ("cpu", place.dtype, place.size)
         as_inferred = (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset)
@@ -120,7 +120,7 @@ def _touched(operation: TapeOperation) -> frozenset[int]:
 
 
 def _states_to_keep(tape: Tape, drawn: set[int], ends: Ends) -> set[int]:
-    """The draws after which the generator's state is needed again after other draws."""
+    """The draws after which the generator's state is kept, as it is needed again after other draws."""
     remembered: set[int] = set()
     at: dict[torch.Generator, int] = {}
     for number, draw in (

@@ -1,4 +1,4 @@
-"""Which operations of a tape are needed, and an order of them with little memory."""
+"""Selects the operations of a tape that are needed, and an order in which they need little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.layout.deferred.tape import Tape
 
 @dataclass(frozen=True)
 class NeededOperations:
-    """Operations by number.
+    """The operations that a replay needs, by number.
 
     Args:
         live: operations whose results are needed.
@@ -54,7 +54,7 @@ def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededO
 
 
 def schedule(tape: Tape, work: NeededOperations, wanted: Iterable[int]) -> list[int]:
-    """All operations of `work` in an order that gives the same bits as the recorded one.
+    """All operations of `work` in an order that gives the same bits as the recorded order.
 
     Draws keep their order. All other operations run when something needs them. A wanted storage is final directly after
     the last draw that it depends on, even if the build wrote to it much later.

@@ -1,4 +1,4 @@
-"""Tracks the positions of random generators while nothing is really drawn."""
+"""Tracks after which draw each random generator is, while no numbers are really drawn."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class GeneratorTracker:
         self._before.setdefault(generator, generator.get_state())
 
     def current(self, generator: torch.Generator) -> Tensor | int:
-        """The generator's state, or the draw that it represents."""
+        """The generator's position: the number of the draw that its state represents, else the state."""
         state = generator.get_state()
         return self._names.get(_digest(state), state)
 
     def draw(self, generator: torch.Generator, number: int) -> Tensor | int:
-        """The position before draw `number`; the generator then represents the one after it.
+        """Move the generator to the state that represents "after draw `number`".
+
+        Returns:
+            The generator's former position, as in `current`.
 
         Raises:
             RuntimeError: the generator does not accept the state that represents the draw.
@@ -49,7 +52,7 @@ class GeneratorTracker:
         return before
 
     def close(self) -> dict[torch.Generator, Tensor | int]:
-        """Restore every generator that was seen; returns their final positions."""
+        """Restore every generator that was seen; returns their final positions, as in `current`."""
         ends = {generator: self.current(generator) for generator in self._before}
         for generator, state in self._before.items():
             generator.set_state(state)

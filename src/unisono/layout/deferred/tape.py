@@ -1,4 +1,4 @@
-"""The effects of a model's construction on memory, as values: operations between storages without content."""
+"""The record of a model's construction as a value: operations on numbered storages, which have no memory yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor as a view of a storage (its number on the tape), with strides and offset in elements."""
+    """A tensor, described as a view of the storage with this number on the tape; strides and offset are in elements."""
 
     storage: int
     dtype: torch.dtype
@@ -23,11 +23,11 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> TensorView:
-        """The view `tensor`, whose storage has this number."""
+        """`tensor`, described as a view of the storage with this number."""
         return cls(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: UntypedStorage) -> Tensor:
-        """The tensor of this view on a storage on any device."""
+        """This view of `storage`, as a tensor on the device of `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -36,7 +36,7 @@ class TensorView:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it covers every byte of a storage of `nbytes` exactly once."""
+        """Whether this view covers every byte of a storage of `nbytes` exactly once."""
         elements = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
             if size != 1 and stride != elements:
@@ -57,8 +57,8 @@ class Draw:
     """Random numbers drawn from a generator.
 
     Args:
-        generator: their source.
-        start: the generator's state before, or the operation after whose draw it was in that state.
+        generator: the source of the numbers.
+        start: the generator's state before the draw, or the number of the earlier draw that left it in that state.
     """
 
     generator: torch.Generator
@@ -67,7 +67,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class TapeOperation:
-    """One call, with tensor arguments as views.
+    """One call of an operator, with a `TensorView` in place of each tensor argument.
 
     Args:
         call: the operator.
@@ -76,7 +76,7 @@ class TapeOperation:
         fresh: for each returned tensor, its view if it is in new memory.
         reads: storages whose content before the call matters.
         writes: storages that the call changes; those not in `reads` are completely overwritten.
-        draw: its random numbers.
+        draw: the random numbers that the call draws; None without any.
         default_dtype: torch's default dtype at the call.
     """
 
@@ -92,13 +92,13 @@ class TapeOperation:
 
 @dataclass
 class Tape:
-    """Operations in order, and their storages.
+    """Recorded operations in order, and the storages on which they work.
 
     Args:
-        operations: in order.
+        operations: the operations, in the order of their calls; the index of one is its number.
         storages: placeholders on the meta device (no memory), by number.
-        writers: for each storage, the operations that write to it, ascending.
-        states: known states of generators after operations.
+        writers: for each storage, the numbers of the operations that write to it, ascending.
+        states: states of generators after operations, by number of the operation, where they are known.
     """
 
     operations: list[TapeOperation] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The slots in which the modules of a model hold tensors."""
+"""The slots (a module and a name in it) in which a model holds tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Slot = tuple[nn.Module, str]
 
 
 class Slots:
-    """The slots in modules of each registered tensor; a tied tensor has several."""
+    """The slots of each parameter and buffer of a model; a tied tensor has several."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[int, list[Slot]] = defaultdict(list)
@@ -53,12 +53,13 @@ def as_parameter_like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def empty_on_meta(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device of the same geometry."""
+    """A tensor on the meta device with the shape, strides and dtype of `tensor`."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def unregistered_tensors(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Tensors that modules hold besides parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
+    """Tensors that modules hold besides parameters and buffers, as ``(holder, key, tensor)``: `tensor` is
+    ``holder[key]``.
 
     Searches attributes, and lists and dicts among them.
     """

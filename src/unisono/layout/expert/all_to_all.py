@@ -18,7 +18,7 @@ def compute_routed(compute: Callable[[Routed], Tensor], routed: Routed, share: i
     """Collective: the experts' output for this rank's tokens (N, width); each rank passes its own tokens.
 
     Args:
-        compute: this rank's `share` experts, numbered from 0.
+        compute: computes this rank's `share` experts, which are numbered from 0 in its argument.
     """
     members = dist.get_world_size(group)
     pairs = Pairs.of(routed.chosen, share * members)
@@ -34,7 +34,7 @@ def compute_routed(compute: Callable[[Routed], Tensor], routed: Routed, share: i
 def _compute(compute: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     if len(routed.tokens):
         return compute(routed)
-    # Without tokens, compute a dummy one, so that every parameter gets a gradient (zero) and backward makes its
+    # Without tokens, compute a dummy token, so that every parameter gets a gradient (zero) and backward makes its
     # all-to-all. The other ranks wait for both.
     dummy = Routed(*(torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in vars(routed).values()))
     return compute(dummy)[:0]

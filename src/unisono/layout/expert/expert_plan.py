@@ -1,4 +1,4 @@
-"""Which mixtures are split, how, and why others are not: candidates by structure, verified numerically."""
+"""Decides which mixtures of experts are split, and how: candidates are found by structure and verified numerically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIED = "another module holds some of its parameters too"
 
 @dataclass(frozen=True)
 class MixtureSplit:
-    """A mixture that is split, its arguments and its parts."""
+    """A mixture that is split, with the names of its arguments and the way to make its parts."""
 
     module: nn.Module
     calling: MixtureArguments
@@ -35,7 +35,7 @@ class ExpertPlan:
 
     Args:
         split: the mixtures that are split, by name.
-        whole: name of a mixture to the reason why every worker holds all of it.
+        whole: for each other mixture, by name, the reason why every worker holds all of it.
     """
 
     split: Mapping[str, MixtureSplit] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from unisono.layout.tensor.emulated_group import replaced_forward
 
 @contextmanager
 def stub_mixtures(model: nn.Module) -> Iterator[None]:
-    """Within the block, the mixtures of `model` can be called with meta tensors."""
+    """A context in which the mixtures of `model` can be called with meta tensors."""
     with ExitStack() as stack:
         for _, module in find_mixtures(model):
             stack.enter_context(replaced_forward(module, MethodType(_forward(module.forward), module)))

@@ -1,4 +1,4 @@
-"""A mixture with some of its experts, which computes with the mixture's own code."""
+"""Makes a part of a mixture: a module with some of its experts, which computes with the mixture's own code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PartialMixture:
     Args:
         kind: the mixture's class, before the layout was applied.
         experts, share: the number of experts in the mixture, and in the part.
-        counts: whether attributes with the number of experts are set to that of the part.
+        counts: whether attributes that hold the number of experts are set to `share` in the part.
     """
 
     kind: type[nn.Module]

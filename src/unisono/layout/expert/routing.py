@@ -17,9 +17,9 @@ class Routed:
     """The tensor arguments of a mixture.
 
     Args:
-        tokens: (N, width).
-        chosen: indices of experts (N, k); an index that no expert has stands for none.
-        weights: of the experts' outputs (N, k).
+        tokens: the tokens (N, width).
+        chosen: indices of the experts of each token (N, k); an index that no expert has stands for no expert.
+        weights: the weights of these experts' outputs (N, k).
     """
 
     tokens: Tensor
@@ -39,13 +39,14 @@ class MixtureArguments:
         """The `Routed` tensors of a call.
 
         Raises:
-            InvalidInput: they differ in kind from those of verification.
+            InvalidInput: expert indices are not integers, or are not of the weights' shape.
         """
         tokens, chosen, weights = (given.arguments[name] for name in (self.tokens, self.chosen, self.weights))
         if chosen.is_floating_point() or chosen.shape != weights.shape:
             raise InvalidInput(
-                "expert", self.chosen, f"a mixture was called with indices {list(chosen.shape)} and weights "
-                f"{list(weights.shape)}, which must be of one shape", "omit expert=")  # fmt: skip
+                "expert", self.chosen, f"a mixture was called with expert indices {list(chosen.shape)} of "
+                f"{chosen.dtype} and weights {list(weights.shape)}; indices must be integers of the weights' shape",
+                "omit expert=")  # fmt: skip
         return Routed(tokens.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2))
 
     def compute(self, module: nn.Module, given: inspect.BoundArguments, routed: Routed) -> Tensor:
@@ -60,12 +61,12 @@ class MixtureArguments:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Each token once for each of its experts, sorted by expert.
+    """The pairs of a token and one of its k experts, sorted by expert.
 
     Args:
-        order: indices of the (token, choice) pairs, numbered row by row.
+        order: for each pair, its index in the flattened choices (N, k) of all tokens.
         counts: the number of pairs of each expert (experts,).
-        shape: of all tokens' choices (N, k).
+        shape: the shape (N, k) of all tokens' choices.
     """
 
     order: Tensor
@@ -80,15 +81,18 @@ class Pairs:
         return Pairs(numbers.argsort(stable=True)[: int(counts.sum())], counts, chosen.shape)
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """(N, width) to (pairs, width)."""
+        """The token of each pair, (pairs, width), from `tokens` (N, width)."""
         return tokens[self.order // self.shape[1]]
 
     def weights(self, weights: Tensor) -> Tensor:
-        """(N, k) to (pairs,)."""
+        """The weight of each pair, (pairs,), from `weights` (N, k)."""
         return weights.reshape(-1)[self.order]
 
     def summed(self, outputs: Tensor) -> Tensor:
-        """(pairs, width) to (N, width), summed in the order of each token's choices: deterministic."""
+        """The sum of each token's outputs, (N, width), from the outputs (pairs, width) of all pairs.
+
+        Sums in the order of each token's choices, so the result is deterministic.
+        """
         places = outputs.new_zeros(self.shape.numel(), outputs.shape[1]).index_copy(0, self.order, outputs)
         return places.view(*self.shape, outputs.shape[1]).sum(1)
 

@@ -1,4 +1,4 @@
-"""Verifies the split of a mixture in one process before training: its parts, one after the other, against the whole."""
+"""Verifies the split of a mixture in one process, before training: compares all its parts together with the whole."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verify_mixture(module: nn.Module, degree: int) -> tuple[MixtureArguments, Pa
 
 
 def mixture_signature(module: nn.Module) -> object:
-    """Equal for mixtures of which one verification is enough."""
+    """A key that is equal for mixtures of which only one needs to be verified."""
     shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
     numbers = tuple((name, value) for name, value in vars(module).items() if type(value) in (int, float, bool, str))
     return type(module), shapes, numbers, "forward" in vars(module)

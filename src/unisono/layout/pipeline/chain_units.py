@@ -1,4 +1,4 @@
-"""Which modules of a model are the units of its chain: found by structure."""
+"""Finds, by structure, the units of a model's chain: the modules that are in one stage as a whole."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def opened_modules(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
-    """Names of the modules to look into; all other modules that they hold are units.
+    """Names of the modules that are opened, so that a stage can begin inside them; their other members are units.
 
-    These are the model, the ancestors of a named cut, containers on the way, and modules that hold more than half of
-    all parameters in more than one part (the trunk inside a head, the encoder inside a classifier).
+    These are the model, the ancestors of a named cut, and containers on the way. A module that holds more than half of
+    all parameters in more than one part is opened too (the trunk inside a head, the encoder inside a classifier).
     """
     whole = _size(model)
     found = {""}

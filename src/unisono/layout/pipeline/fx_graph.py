@@ -48,7 +48,7 @@ def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) 
     """The model as a chain of its units: every module but the `opened` ones is called as a whole.
 
     Raises:
-        Untraceable: its own code depends on values or on the mode, or torch.fx cannot follow it.
+        Untraceable: the model's own code depends on values or on the mode, or torch.fx cannot follow it.
     """
     graph, tensors = _graph(model, opened, inputs)
     mode = model.training
@@ -89,10 +89,10 @@ def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any])
 
 
 class Division:
-    """`chain` divided at `cuts`: stage k + 1 begins at the call of ``cuts[k]``.
+    """The division of a chain into stages: stage k + 1 begins at the call of ``cuts[k]``.
 
     Raises:
-        Untraceable: a value that is not a tensor crosses a cut.
+        Untraceable: a value that is not a tensor crosses a cut, or a cut is not called after the previous cut.
     """
 
     def __init__(self, chain: Chain, cuts: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class Division:
         return node.name not in self.chain.tensors and node.op in ("call_function", "call_method")
 
     def _crosses(self, cut: int) -> list[fx.Node]:
-        """Nodes from before the cut that a later stage receives."""
+        """Nodes that are computed before the cut and received by a stage after it."""
         later = {n for stage in range(cut, self.count) for n in self.uses[stage] if not self.computes(n, stage)}
         return [n for n in self.chain.graph.nodes if n in later and self.home[n] < cut]
 
@@ -154,7 +154,8 @@ def _stage_of_nodes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:
             stage += 1
         home[node] = stage
     if stage < len(cuts):
-        raise Untraceable(f"{cuts[stage]} is not called after the cuts before it")
+        after = f" after {cuts[stage - 1]}" if stage else ""
+        raise Untraceable(f"the forward pass does not call {cuts[stage]}{after}")
     return home
 
 

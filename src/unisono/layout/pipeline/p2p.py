@@ -19,21 +19,22 @@ def meta_like(value: Tensor) -> Tensor:
 
 
 class StageLink:
-    """Messages between the workers of `group`; ranks are those in the group."""
+    """Sends and receives tensors between the workers of `group`; ranks are ranks in this group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, values: Sequence[Tensor], rank: int) -> None:
-        """Start sending; `flush` waits."""
+        """Start to send `values` to `rank`; `flush` waits until they are sent."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         words = [len(values)]
         for value in values:
             words += [_DTYPES.index(value.dtype), int(value.requires_grad), value.dim(), *value.shape]
         if len(words) > _HEADER:
             raise ValueError(
-                f"{len(values)} tensors to send from a stage: more than a header of {_HEADER} numbers describes"
+                f"a stage sends {len(values)} tensors, which take {len(words)} numbers to describe, "
+                f"and a header has {_HEADER}"
             )
         header[: len(words)] = torch.tensor(words)
         for message in (header.to(self._device), *(v.detach().contiguous() for v in values)):
@@ -55,7 +56,10 @@ class StageLink:
         return tuple(values)
 
     def exchange(self, value: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Collective over `ranks`: their tensors of one shape, in the order of `ranks`, which must include this one."""
+        """Collective over `ranks`, which must include this rank: the tensor `value` of each, in the order of `ranks`.
+
+        All of them must have the same shape and dtype.
+        """
         me = dist.get_rank(self._group)
         theirs = {rank: value if rank == me else torch.empty_like(value) for rank in ranks}
         works = [dist.isend(value, group=self._group, group_dst=r) for r in ranks if r != me]

@@ -17,7 +17,10 @@ _BACKWARD = ("B", "W")  # torch's codes for a whole backward pass, and for the l
 
 
 def pass_order(schedule: str, stages: int, micro_batches: int, group: dist.ProcessGroup) -> list[ScheduledPass]:
-    """The passes of this worker of `group`. A split backward pass counts at its last part, which frees its memory."""
+    """The passes of one step on this worker of `group`, in order.
+
+    A backward pass in two parts is listed where its last part runs, which frees its memory.
+    """
     workers, me = dist.get_world_size(group), dist.get_rank(group)
     while not possible(schedule, workers, stages, micro_batches):
         schedule = kind(schedule).fallback
@@ -29,8 +32,11 @@ def pass_order(schedule: str, stages: int, micro_batches: int, group: dist.Proce
 
 
 def set_gradient_sync(stage: nn.Module, last: bool) -> None:
-    """Called before a backward pass: sharded gradients are summed in the last one of a step, as torch's pipelines
-    do."""
+    """Configure FSDP before a backward pass of `stage`.
+
+    FSDP reduces gradients and reshards parameters only if `last`, that is, in the last backward pass of a step. torch's
+    pipelines configure it in the same way. A stage that is not sharded is left alone.
+    """
     if isinstance(stage, FSDPModule):
         stage.set_is_last_backward(last)
         stage.set_reshard_after_backward(last)

@@ -14,10 +14,10 @@ from unisono.layout.pipeline.rng_states import Generators
 
 @contextmanager
 def preserved_state(*modules: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """On exit, restores modes, buffers and random generators.
+    """A context that, on exit, restores modes and buffers of `modules`, and the random generators.
 
     Args:
-        training: the mode inside; None: unchanged.
+        training: the mode of the modules in the context; None: unchanged.
     """
     inside = {m: None for module in modules for m in module.modules()}
     modes = {m: m.training for m in inside}

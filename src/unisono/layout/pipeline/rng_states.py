@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Generators:
-    """Python's generator, torch's on the CPU, and that of `device` if it is another one; by index."""
+    """The generators of a forward pass, by index: Python's, torch's on the CPU, and that of `device` if not the CPU."""
 
     device: torch.device
 
@@ -22,19 +22,19 @@ class Generators:
         return 2 if self.device.type == "cpu" else 3
 
     def states(self) -> list[Tensor]:
-        """The state of each, as bytes on the CPU."""
+        """The state of each generator, as bytes on the CPU."""
         found = [_python_state(), torch.get_rng_state()]
         if self.device.type != "cpu":
             found.append(torch.get_device_module(self.device).get_rng_state(self.device))
         return found
 
     def pack(self, which: Collection[int]) -> Tensor:
-        """The states of some of them, concatenated, on the device."""
+        """The states of the generators `which`, concatenated, on the device."""
         states = self.states()
         return torch.cat([states[i] for i in sorted(which)]).to(self.device)
 
     def unpack(self, message: Tensor, which: Collection[int]) -> None:
-        """Set the states in a message of `pack`, from this or another worker."""
+        """Set the generators `which` to the states that `pack` put into `message`, on this or another worker."""
         sizes = [state.numel() for i, state in enumerate(self.states()) if i in which]
         for i, state in zip(sorted(which), message.cpu().split(sizes), strict=True):
             self._set(i, state.clone())
@@ -45,7 +45,7 @@ class Generators:
             self._set(i, state)
 
     def drawn_since(self, before: Sequence[Tensor]) -> list[bool]:
-        """For each, whether it has drawn since `before` was its state."""
+        """For each generator, whether it has drawn since it had its state in `before`."""
         return [not torch.equal(then, now) for then, now in zip(before, self.states(), strict=True)]
 
     def _set(self, which: int, state: Tensor) -> None:
@@ -58,7 +58,7 @@ class Generators:
 
 
 def _python_state() -> Tensor:
-    """The words of the Mersenne twister, and the second number of a pair of normal ones, if it is still unused."""
+    """The words of the Mersenne twister, and the second of a pair of normal random numbers, if it is still unused."""
     _, words, waiting = random.getstate()
     numbers = torch.tensor([*words, int(waiting is not None)], dtype=torch.int64, device="cpu")
     half = torch.tensor([waiting or 0.0], dtype=torch.float64, device="cpu")

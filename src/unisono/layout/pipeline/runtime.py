@@ -1,9 +1,9 @@
-"""One worker's stages in execution, on torch's pipeline stages and schedules.
+"""Runs one worker's stages of a pipeline, by torch's pipeline stages and schedules.
 
-torch fixes the shapes of a schedule at its first run. Here one schedule is kept per list of shapes. A new one costs an
-extra forward pass of one micro-batch, without lasting effects. That pass also shows which stages draw random numbers.
-From the first of these on, the generators' states travel with the activations, so that a pipeline draws what one worker
-would.
+torch fixes the shapes of a schedule at its first run. So one schedule is kept for each combination of shapes and number
+of micro-batches. A new schedule costs an extra forward pass of one micro-batch, without lasting effects. That pass also
+shows which stages draw random numbers. From the first of these on, the generators' states travel with the activations,
+so that a pipeline draws what one worker would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.layout.pipeline.stage import Inputs, Stage, by_name
 ForwardContext = Callable[[int, int], AbstractContextManager[object]]
 BackwardContext = Callable[[int], AbstractContextManager[object]]
 Loss = Callable[[int, Any], Tensor]
-_Run = tuple[int, Any, list[dict[str, Any]]]  # its first micro-batch, their shapes, their inputs
+_Run = tuple[int, Any, list[dict[str, Any]]]  # the index of its first micro-batch, the shapes and inputs of all of them
 OnStage = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, its input, its output
 
 
@@ -48,7 +48,7 @@ class _RunState:
     inputs: Sequence[Mapping[str, Any]] = ()
     first: int = 0
     loss: Loss | None = None
-    rng_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # after a stage, by stage and micro-batch
+    rng_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # those after a stage and micro-batch
 
 
 class _TorchStage(PipelineStage):
@@ -104,23 +104,24 @@ class _TorchStage(PipelineStage):
 
 @dataclass
 class Pipeline:
-    """The stages of this worker, ready to run.
+    """Runs the stages that this worker holds of a pipeline.
 
     Args:
-        stages: by number.
-        count: the number of all stages.
+        stages: this worker's stages, by number.
+        count: the number of stages on all workers.
         group: the workers of this pipeline, in order.
         schedule: a name in `SCHEDULES`.
         device: the device of the stages.
         tied: parameters that several stages hold (``Stages.tied``).
         forward_context: ``with forward_context(micro_batch, stage):`` surrounds each forward pass, for instance to seed
-            its random numbers as for the first stage. The states after earlier stages replace them.
+            its random numbers as for the first stage. If an earlier stage drew random numbers, the generators' states
+            after that stage replace this seed.
         backward_context: ``with backward_context(micro_batch):`` surrounds each backward pass.
         kept_schedules: how many schedules are kept, the most recently used ones.
-        sharding_groups: groups of workers that hold shards of the same stages, for their own micro-batches. They gather
-            parameters collectively, so all of them must make the same passes.
+        sharding_groups: groups of workers that hold shards of the same stages, and compute their own micro-batches.
+            They gather parameters collectively, so all of them must make the same passes.
         split_backward: whether gradients of a stage's inputs may be computed before those of its weights, in a separate
-            backward pass. Not with activation checkpointing or compilation.
+            backward pass. Must be False with activation checkpointing or compilation.
     """
 
     stages: Mapping[int, Stage]
@@ -162,7 +163,7 @@ class Pipeline:
             The losses, on the worker with the last stage; None on the others.
 
         Raises:
-            InvalidInput: the schedule cannot run that many micro-batches.
+            InvalidInput: the schedule cannot run this number of micro-batches.
         """
         check(self.schedule, self._workers, self.count, len(micro_batches))
         losses: list[Tensor] = []
@@ -191,15 +192,15 @@ class Pipeline:
         return outputs if self.holds_last else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This worker's parameters by global name; of a tied one, that of its first stage."""
+        """This worker's parameters by global name; a tied parameter is that of the first stage that holds it."""
         found: dict[str, nn.Parameter] = {}
         for _, stage in sorted(self.stages.items()):
             found = stage.whole_names() | found
         return found
 
     def sum_tied(self) -> None:
-        """Collective, once per step, after it: give tied parameters the sum of their gradients over all stages that
-        hold them."""
+        """Collective, once after each `step`: give tied parameters the sum of their gradients over all stages that hold
+        them."""
         for name in sorted(self.tied):
             workers = sorted({self._worker(s) for s in self.tied[name]})
             first, *copies = self._copies(name)
@@ -219,12 +220,12 @@ class Pipeline:
                     copy.copy_(first)
 
     def _copies(self, name: str) -> list[Any]:
-        """The parameters of that name on this worker, the first stage's first; [None] without any."""
+        """The parameters of that name on this worker, the first stage's first; [None] if there is none."""
         found = [p for _, s in sorted(self.stages.items()) if (p := s.whole_names().get(name)) is not None]
         return list({id(p): p for p in found}.values()) or [None]
 
     def counted_names(self) -> list[str]:
-        """Names of the parameters that this worker counts in norms: of a tied one, only its first holder does."""
+        """Names of the parameters that this worker counts in norms. A tied parameter counts in its first stage only."""
         return [
             name
             for place, stage in sorted(self.stages.items())
@@ -254,7 +255,7 @@ class Pipeline:
         """Collective over the sharding groups: the runs that all of their workers make, and whether each needs a new
         schedule.
 
-        Making one takes an extra pass, so all of them make it if one of them must.
+        Making a schedule takes an extra pass, so if one worker needs it, all workers make it.
         """
         lengths = [len(inputs) for _, _, inputs in runs]
         digest = float(zlib.crc32(repr(lengths).encode()))
@@ -282,7 +283,7 @@ class Pipeline:
         return [float(key not in self._schedules and key not in keys[:place]) for place, key in enumerate(keys)]
 
     def agreement_messages(self, micro_batches: int) -> list[tuple[tuple[int, ...], int]]:
-        """The messages of a step by which the sharding groups agree on their passes: ranks and bytes."""
+        """The messages of a step by which the sharding groups agree on their passes: the ranks and bytes of each."""
         return [
             (tuple(dist.get_process_group_ranks(group)), 8 * _agreement_length(micro_batches))
             for group in self.sharding_groups
@@ -363,7 +364,7 @@ class Pipeline:
         micro_batches: Sequence[Mapping[str, Any]],
         on_stage: OnStage = lambda place, arrives, leaves: None,
     ) -> list[Any]:
-        """Collective: forward passes, each micro-batch through all of this worker's stages before the next."""
+        """Collective: forward passes. Each micro-batch passes all of this worker's stages before the next begins."""
         outputs: list[Any] = []
         received: tuple[Tensor, ...] = ()  # the input of this worker's next stage
         for inputs in micro_batches:
@@ -386,7 +387,7 @@ class Pipeline:
 def can_split_backward(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether torch's zero-bubble schedules can compute the gradients of a stage's inputs before those of its weights.
 
-    torch omits the weights' gradients if no input requires one, and fails if a weight is used twice.
+    torch omits the weights' gradients if no input requires a gradient, and fails if a weight is used twice.
     """
     uses: Counter[Any] = Counter()
     nodes = [v.grad_fn for v in outputs if v.grad_fn is not None]

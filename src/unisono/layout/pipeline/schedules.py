@@ -14,10 +14,10 @@ class ScheduleKind:
     """The requirements of a schedule.
 
     Args:
-        torch: its class.
+        torch: torch's class for it.
         multi_stage: whether a worker may hold several stages.
-        mirrored: whether a worker's two stages are r and n-1-r, instead of r, r + workers, and so on.
-        fallback: the schedule of the same placement that runs any number of micro-batches.
+        mirrored: whether worker r holds stages r and n - 1 - r of n, instead of r, r + workers, and so on.
+        fallback: a schedule with the same placement of stages, which runs any number of micro-batches.
     """
 
     torch: type
@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 def kind(schedule: str) -> ScheduleKind:
-    """The schedule of that name. Raises `InvalidInput` if there is none."""
+    """The kind of the schedule with this name. Raises `InvalidInput` if there is no such schedule."""
     if schedule not in SCHEDULES:
         raise InvalidInput("schedule", schedule, "no such schedule", f"choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
@@ -61,7 +61,7 @@ def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[in
 
 
 def possible(schedule: str, workers: int, stages: int, micro_batches: int) -> bool:
-    """Whether the schedule can run that many micro-batches in one step."""
+    """Whether the schedule can run this number of micro-batches in one step."""
     if micro_batches < 1:
         return False
     if schedule in ("1F1B", "DualPipeV"):
@@ -79,20 +79,22 @@ def check(schedule: str, workers: int, stages: int, micro_batches: int) -> None:
     """
     chosen = kind(schedule)
     if chosen.mirrored and stages != 2 * workers:
-        raise InvalidInput("stages", stages, f"{schedule} needs two stages per worker", f"cut into {2 * workers}")
+        problem = f"{schedule} needs two stages on each of {workers} workers"
+        raise InvalidInput("stages", stages, problem, f"cut into {2 * workers}")
     if not chosen.multi_stage and stages != workers:
-        raise InvalidInput("stages", stages, f"{schedule} needs one stage per worker", f"cut into {workers}")
+        problem = f"{schedule} needs one stage on each of {workers} workers"
+        raise InvalidInput("stages", stages, problem, f"cut into {workers}")
     if stages < workers or stages % workers:
         near = max(1, round(stages / workers)) * workers
         raise InvalidInput("stages", stages, f"not a multiple of the {workers} workers", f"cut into {near}")
     if not possible(schedule, workers, stages, micro_batches):
         near = nearest(schedule, workers, stages, micro_batches)
-        raise InvalidInput("micro_batches", micro_batches, f"{schedule} cannot run that many with {stages} stages on "
+        raise InvalidInput("micro_batches", micro_batches, f"{schedule} cannot run this number with {stages} stages on "
                            f"{workers} workers", f"use {near} micro-batches per step")  # fmt: skip
 
 
 def nearest(schedule: str, workers: int, stages: int, micro_batches: int) -> int:
-    """The nearest number of micro-batches that the schedule can run; of two, the larger."""
+    """The nearest number of micro-batches that the schedule can run; of two equally near ones, the larger."""
     distance = 0
     while True:
         for candidate in (micro_batches + distance, micro_batches - distance):

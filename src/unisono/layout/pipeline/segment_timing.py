@@ -23,7 +23,7 @@ from unisono.layout.pipeline.stage import Stage
 from unisono.layout.shape_propagation import PropagateShapes
 
 ROUNDS = 2  # over all segments, so that no single busy moment decides
-_REPEATS = range(3, 20)  # of a segment in a round: the minimum, and the maximum within _ROUND_SECONDS
+_REPEATS = range(3, 20)  # passes of a segment in a round: at least 3, and up to 20 within _ROUND_SECONDS
 _ROUND_SECONDS = 0.05
 
 
@@ -38,8 +38,8 @@ def measure_segments(
     Times differ between workers: measure on one worker and broadcast.
 
     Args:
-        inputs: of a micro-batch, by name, on `device`.
-        loss: of the model's output; its time counts for the last segment.
+        inputs: the inputs of a micro-batch, by name, on `device`.
+        loss: ``loss(output)`` of the model's output; its time counts for the last segment.
 
     Raises:
         Exception: whatever the model raises in training mode.
@@ -97,7 +97,7 @@ def _describe(value: Any) -> str:
 
 
 class _TimedStage:
-    """One stage with values in its parameters and inputs."""
+    """Times one stage, with random values for the parameters and inputs that have none."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _TimedStage:
         self._stage, self._inputs, self._loss, self._device = stage, dict(inputs), loss, device
 
     def seconds(self) -> float:
-        """The fastest pass."""
+        """The seconds of the fastest of several passes, each of forward and backward."""
         best, end = float("inf"), time.perf_counter() + _ROUND_SECONDS
         self._pass()
         for count in range(_REPEATS.stop):
@@ -144,8 +144,10 @@ class _TimedStage:
 
 
 def _filled_like(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
-    """A tensor like `tensor`: its own values, or random ones of a trained model's magnitude. Overflow and denormals
-    would change the time."""
+    """A tensor like `tensor`, with its values or, if it is on the meta device, with random values.
+
+    These have the magnitude of a trained model's values, as overflow and denormals would change the time.
+    """
     if not tensor.is_meta:
         made = tensor.detach().to(device, copy=True)
     elif not tensor.is_floating_point():

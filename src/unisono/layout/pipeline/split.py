@@ -29,14 +29,14 @@ CURE = 'name the cuts (cuts=("blocks.4",)), write the model as nn.Sequential, or
 
 @dataclass(frozen=True)
 class Stages:
-    """A whole model as stages.
+    """A whole model, split into stages.
 
     Args:
-        modules: one per stage.
-        cuts: the module at which each stage but the first begins.
+        modules: the stages, in order.
+        cuts: for each stage but the first, the module at which it begins.
         tied: global names of parameters that more than one stage holds, and these stages.
-        units: the units of the stages, in order.
-        shares: the part of the total cost in each stage, where cuts were balanced by costs.
+        units: the units of all stages, in order.
+        shares: each stage's fraction of the total cost, if cuts were balanced by costs; else empty.
     """
 
     modules: tuple[Stage, ...]
@@ -75,10 +75,10 @@ class CutPoints:
         return [sum(_bytes(self.model.get_submodule(u)) for u in segment) for segment in self.segments()]
 
     def cut(self, cuts: Sequence[str]) -> Stages:
-        """The model, cut at these units.
+        """The stages of the model if it is cut at these units.
 
         Raises:
-            InvalidInput: it cannot be cut there, or the stages do not compute what the model computes.
+            InvalidInput: the model cannot be cut there, or the stages do not compute what the model computes.
         """
         unknown = [c for c in cuts if c not in self.names]
         if unknown and self.chain is None:
@@ -118,14 +118,14 @@ class CutPoints:
 def cut_points(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> CutPoints:
     """The points at which the model can be cut, found by structure and by one run on the sample.
 
-    In order of preference: a graph of its code, cut where one tensor passes; stub modules, with which the code runs
-    unchanged; a graph that is valid for the sample's sizes only; cuts that several tensors cross.
+    The ways to cut it, in order of preference: a graph of its code, cut where one tensor passes; stub modules, with
+    which the code runs unchanged; a graph that is valid for the sample's sizes only; cuts that several tensors cross.
 
     Args:
         model: may be on the meta device; the sample has values even then.
         sample: inputs of one micro-batch.
         cuts: modules that must be units.
-        segments: the wanted number; with fewer, the next way is tried.
+        segments: the wanted number of segments; if a way gives fewer, the next way is tried.
 
     Raises:
         InvalidInput: a cut names no module, or the model's chain cannot be found.
@@ -167,16 +167,17 @@ def split(
     limit: int | None = None,
     holders: Sequence[int] | None = None,
 ) -> Stages:
-    """The model cut into `stages`, at `cuts` if given, else balanced by the `costs` of workers.
+    """The model cut into `stages`, at `cuts` if given, else so that workers have nearly equal costs.
 
     Args:
-        model: the stages hold its own modules; nothing is copied.
+        model: the model. The stages hold its own modules; nothing is copied.
         sample: inputs of one micro-batch, on the model's device unless that is meta.
-        stages: their number.
+        stages: the number of stages.
         cuts: the modules at which stages 1, 2, ... begin.
-        costs: of each segment of ``cut_points(model, sample, (), stages)``, for instance seconds by `measure_segments`.
-            Default, and for another number of segments: bytes of parameters. Must be the same on all workers.
-        limit: the maximum of bytes of parameters in a stage.
+        costs: the cost of each segment of ``cut_points(model, sample, (), stages)``, for instance seconds by
+            `measure_segments`; the same on all workers. If None, or if their number is not that of the segments: bytes
+            of parameters.
+        limit: the most bytes of parameters that a stage may have.
         holders: the worker of each stage; default: one stage per worker.
 
     Raises:
@@ -207,7 +208,7 @@ def _by_stubs(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> C
     also = set(stubs.stub_cut_points(in_training))
     names = tuple(name for name in stubs.stub_cut_points(seen) if name in also)
     if not names:
-        raise Untraceable("its blocks do not pass exactly one tensor from each to the next")
+        raise Untraceable("no block passes one tensor, and nothing else, to the blocks after it")
     return CutPoints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
 
 

@@ -17,7 +17,8 @@ Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], Any]
 def by_name(signature: inspect.Signature, inputs: Inputs) -> dict[str, Any]:
     """The model's arguments, by the names of its forward's parameters.
 
-    A tuple contains positional arguments, a mapping keywords; anything else is the only argument.
+    If `inputs` is a tuple, it contains positional arguments; a mapping contains keyword arguments. Anything else is the
+    only argument.
     """
     if isinstance(inputs, Mapping):
         bound = signature.bind(**inputs)
@@ -31,7 +32,7 @@ def by_name(signature: inspect.Signature, inputs: Inputs) -> dict[str, Any]:
             case inspect.Parameter.VAR_KEYWORD:
                 named.update(value)
             case inspect.Parameter.VAR_POSITIONAL:
-                raise TypeError(f"forward takes *{name}, which has no names")
+                raise TypeError(f"forward takes *{name}, and a pipeline passes inputs by name")
             case _:
                 named[name] = value
     return named
@@ -45,11 +46,11 @@ class Stage(nn.Module):
     output's structure.
 
     Args:
-        body: holds the stage's modules. It is not a submodule, so its name is in none of theirs.
+        body: holds the stage's modules. It is not a submodule, so that their names have no prefix.
         run: computes the stage, from the received tensors and the model's inputs.
         last: whether `run` returns the model's output.
-        signature: of the whole model's forward.
-        aliases: local names of tied parameters and buffers, to their names in the whole model.
+        signature: the signature of the whole model's forward.
+        aliases: for further names of tied parameters and buffers, the first name in the whole model.
     """
 
     def __init__(

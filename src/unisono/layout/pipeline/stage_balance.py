@@ -11,7 +11,7 @@ from typing import Any
 from unisono.errors import InvalidInput
 
 COST_UNITS = 10_000  # costs are rounded to integers with this sum, so that sums do not depend on the order
-TOLERANCE = 1.02  # times within this factor count as equal; a measurement is no better
+TOLERANCE = 1.02  # times within this factor count as equal, as measurements are not more precise
 
 
 def balance(
@@ -19,8 +19,8 @@ def balance(
 ) -> tuple[int, ...]:
     """The units at which stages 1, 2, ... begin, such that the largest cost of a stage is minimal.
 
-    Exact, by dynamic programming over (stages, units); of equal optima, the earliest cuts. `bytes` are those of each
-    unit, and no stage may exceed `limit` bytes.
+    Exact, by dynamic programming over (stages, units); of equal optima, the earliest cuts. `bytes` has the bytes of
+    each unit, and no stage may exceed `limit` bytes.
 
     Raises:
         InvalidInput: fewer units than stages, or no cut keeps every stage within `limit`.
@@ -60,14 +60,14 @@ def balance_workers(
     """The units at which stages begin, such that the busiest worker's cost is minimal. Among cuts within `TOLERANCE`,
     the heaviest worker's bytes are minimal.
 
-    Costs are optimal with one stage per worker. With several, the result of `balance` for single stages is improved by
-    moving neighbouring cuts together, until that no longer helps.
+    With one stage per worker, the cost is optimal. With several, the result of `balance` for single stages is improved
+    by moving neighbouring cuts together, until that no longer helps.
 
     Args:
-        costs: of each unit, in any unit.
-        bytes: of each unit.
+        costs: the cost of each unit of the chain, in seconds or on any other scale.
+        bytes: the bytes of each unit of the chain.
         holders: the worker of each stage.
-        limit: the maximum of bytes in a stage.
+        limit: the most bytes that a stage may have.
 
     Raises:
         InvalidInput: as `balance`.
@@ -108,7 +108,7 @@ def _improved(cuts: tuple[int, ...], units: int, cost: Callable[[tuple[int, ...]
 
 
 def _moves(cuts: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
-    """All cuts in which some neighbours are moved together, and no stage is empty."""
+    """All `cuts` in which neighbouring cuts are moved by the same distance, and no stage is empty."""
     for begin in range(len(cuts)):
         for end in range(begin + 1, len(cuts) + 1):
             low = cuts[begin - 1] + 1 if begin else 1

@@ -24,7 +24,7 @@ from unisono.layout.pipeline.preserved_state import preserved_state
 
 
 class _StageOutput(Exception):
-    """Ends the forward pass of a stage, with its output."""
+    """Ends the forward pass of a stage, and carries its output."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class DataDependent(Exception):
 
 @dataclass
 class StubInput:
-    """The tensor received from the previous stage, which stubs return, and an action before the stage's first unit."""
+    """The tensor received from the previous stage, which stubs return; and an action to run before the first unit."""
 
     value: Tensor | None = None
     begin: Callable[[], None] | None = None
 
     def on_first_unit(self, *_: Any) -> None:
-        """Called before the stage's first unit."""
+        """Run the action once, as a hook before the stage's first unit."""
         begin, self.begin = self.begin, None
         if begin is not None:
             begin()
@@ -56,7 +56,7 @@ class UnitCall:
     Attributes:
         input: its first tensor argument.
         output: its result.
-        crossed: whether a value computed before it, other than `input`, was used during the call or later.
+        crossed: whether a value computed before the call, other than `input`, was used during the call or later.
     """
 
     unit: str
@@ -69,9 +69,8 @@ class _DependencyTracker(TorchDispatchMode):
     """Tracks through which calls of units tensors can pass; `call` is the latest call.
 
     For each tensor that depends on more than the model's inputs, it stores the first call that the tensor cannot cross.
-    A unit's output can cross the next call, as it is received from the previous stage there. Other values that were
-    computed in a unit or drawn at random cannot. A result of the model's own code can cross as far as all of its
-    arguments.
+    A unit's output can cross the next call, as a stage that begins there receives it. Other values that were computed
+    in a unit or drawn at random cannot. A result of the model's own code can cross as far as all of its arguments.
     """
 
     def __init__(self) -> None:
@@ -94,13 +93,13 @@ class _DependencyTracker(TorchDispatchMode):
         return out
 
     def enter(self) -> None:
-        """Called before a unit."""
+        """Note that the call of a unit begins."""
         if random.getstate() != self._python:
             raise DataDependent
         self.call, self.inside = self.call + 1, True
 
     def leave(self, output: Any) -> None:
-        """Called after a unit, with its output."""
+        """Note that the call of a unit has returned `output`."""
         self.inside, self._python = False, random.getstate()
         if isinstance(_first_element(output), Tensor):
             self._end[_first_element(output)] = self.call + 2
@@ -163,7 +162,7 @@ class _Stub(nn.Module):
         self.__dict__.update({**known, **hollow, "_stub_input": stub_input, "_kind": type(unit)})
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the unit; it calls `forward` too."""
+        """The stub's `forward`, in place of any method of the unit."""
         return self.forward if callable(getattr(self.__dict__["_kind"], name, None)) else super().__getattr__(name)
 
 
@@ -184,7 +183,7 @@ class LaterStub(_Stub):
     """Replaces a unit of a later stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """End the forward pass."""
+        """End the forward pass, with the first tensor argument as the stage's output."""
         value = _first(args, kwargs)
         assert value is not None
         raise _StageOutput(value)

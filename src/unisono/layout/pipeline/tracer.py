@@ -24,20 +24,20 @@ _FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, 
 
 
 def check_same_answer(found: Any, on_sample: Any) -> None:
-    """A node of the graph: checks that a question about sizes has the same answer as on the sample.
+    """Check, as a node of the graph, that a question about sizes has the same answer as on the sample.
 
     Raises:
-        InvalidInput: it has another one.
+        InvalidInput: the answers differ.
     """
     if found != on_sample:
         raise InvalidInput(
-            "pipeline", found, "the model's code branches on a size, which differs in this micro-batch from the one "
-            f"by which it was cut into stages, where it was {on_sample}",
+            "pipeline", found, "the model's code branches on a size, which differs in this micro-batch from the sample "
+            f"by which the model was cut into stages, where the answer was {on_sample}",
             "give micro-batches of one shape, write the model as nn.Sequential, or use pipeline=1")  # fmt: skip
 
 
 class Tracer(fx.Tracer):
-    """Calls every module but the `opened` ones as a whole.
+    """A tracer that calls every module as a whole, except the `opened` ones.
 
     Args:
         given: the arguments of the model's forward, by name, defaults included.
@@ -82,7 +82,7 @@ class Tracer(fx.Tracer):
         return iter([parts[place] for place in range(self.answer(obj, len))])
 
     def answer(self, obj: fx.Proxy, ask: Callable[[Any], Any]) -> Any:
-        """The result of `ask` for the value; the graph refuses micro-batches with another result."""
+        """The result of `ask` for the value of `obj`; the graph refuses micro-batches with another result."""
         value = self.values[obj.node]
         if isinstance(value, Tensor) and ask is not len:
             raise TraceError("control flow depends on the values of a tensor")

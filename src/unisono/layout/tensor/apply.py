@@ -70,7 +70,7 @@ class _MatrixStyle(ParallelStyle):
 
 
 class _Vocabulary(ParallelStyle):
-    """An embedding split over its rows; `padding_idx` is a row of the whole one."""
+    """An embedding split over its rows; `padding_idx` is a row of the whole embedding."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()

@@ -34,7 +34,10 @@ def head_counts(module: nn.Module) -> dict[str, int]:
 
 
 def heads(module: nn.Module) -> dict[str, int]:
-    """The numbers of heads of one module: its attributes, or its matrices' outputs over the width of a head."""
+    """The numbers of heads of one module, by name.
+
+    They are attributes of the module; without such attributes, the fewest outputs of its matrices over a head's width.
+    """
     own, found = vars(module), [each for child in module.children() if (each := matrix(child)) is not None]
     widths = {name: own[name] for name in _WIDTHS_OF_ONE_HEAD if type(own.get(name)) is int and own[name] > 0}
     if head_counts(module) or not widths or len(found) < 2:
@@ -61,17 +64,17 @@ def check_heads(model: nn.Module, degree: int) -> None:
     if degree < 1:
         raise InvalidInput("tensor", degree, "below 1", "write tensor=1")
     found = {(name, number) for module in model.modules() for name, number in heads(module).items()}
-    broken = sorted(f"{number} heads, {name}" for name, number in found if number % degree)
+    broken = sorted(f"{number} heads ({name})" for name, number in found if number % degree)
     if broken:
         common = math.gcd(*(number for _, number in found))
         nearest = min((d for d in range(1, common + 1) if common % d == 0), key=lambda d: (abs(d - degree), -d))
-        problem = f"the attention ({'; '.join(broken)}) does not divide by {degree}; at most {common}"
+        problem = f"{', '.join(broken)} do not divide by {degree}; tensor must divide {common}"
         raise InvalidInput("tensor", degree, problem, f"write tensor={nearest}")
 
 
 @contextmanager
 def divided(scope: nn.Module, degree: int) -> Iterator[None]:
-    """Within the block, every number of heads inside `scope` is that of one of `degree` workers."""
+    """A context in which every number of heads inside `scope` is that of one of `degree` workers."""
     undo = divide(scope, degree)
     try:
         yield
@@ -98,7 +101,7 @@ def divide(scope: nn.Module, degree: int) -> list[tuple[nn.Module, str, int]]:
 
 
 class LocalShapes(TorchFunctionMode):
-    """While active, reshapes to sizes with all heads use the local number of heads.
+    """A function mode in which reshapes to sizes with the number of all heads use the local number of heads.
 
     Only calls that would fail are changed: a view to `degree` times the number of elements, and a split into the
     `groups` blocks of a matrix of queries, keys and values.
@@ -146,10 +149,11 @@ class LocalShapes(TorchFunctionMode):
 def local_sizes(
     shape: tuple[int, ...], wanted: tuple[int, ...], degree: int, heads: frozenset[int] = frozenset()
 ) -> tuple[int, ...] | None:
-    """`wanted`, `degree` times too large for `shape`, with one size divided: that of the heads.
+    """`wanted`, which is `degree` times too large for `shape`, with the number of heads in it divided by `degree`.
 
-    Leading sizes of equal product (samples, positions) are skipped, so that the choice does not depend on the number of
-    samples. Then a known number of heads is chosen, else the first size that divides.
+    Leading sizes that have the same product in `shape` (samples, positions) are skipped, so that the choice does not
+    depend on the number of samples. Of the others, a known number of heads is divided, else the first size that divides
+    by `degree`. None if no size does.
     """
     begun = {math.prod(shape[:i]) for i in range(len(shape))}
     start = max(j for j in range(len(wanted)) if math.prod(wanted[:j]) in begun)
@@ -161,7 +165,7 @@ def local_sizes(
 
 
 def localized(scope: nn.Module, mode: Callable[[], LocalShapes]) -> Callable[..., Any]:
-    """The forward function of `scope`, to be bound to it, which runs under a fresh mode."""
+    """The forward function of `scope`, to be bound to it, which runs under a new `LocalShapes` in each call."""
     before = vars(scope).get("forward")
 
     @wraps(type(scope).forward)
@@ -173,7 +177,7 @@ def localized(scope: nn.Module, mode: Callable[[], LocalShapes]) -> Callable[...
 
 
 def local_mode(scope: nn.Module, degree: int, groups: Iterable[int]) -> Callable[[], LocalShapes]:
-    """A factory of the modes for one attention module."""
+    """A factory of the `LocalShapes` for one attention module."""
     heads = {number for module in scope.modules() for number in head_counts(module).values()}
     kept = tuple(groups)
     return lambda: LocalShapes(degree, kept, heads)

@@ -19,7 +19,7 @@ _gather: Function = getattr(collectives, "all_gather_single", None) or collectiv
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, equal on all ranks, as input of their parts; its gradient is the sum of all ranks' gradients."""
+    """`x`, which is equal on all ranks, as the input of their parts; backward sums its gradients over ranks."""
     return cast(Function, _CopyToGroup.apply)(x, group)
 
 

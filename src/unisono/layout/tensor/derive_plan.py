@@ -23,9 +23,9 @@ _UNVERIFIED = "without a sample input no split can be verified"
 def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str, Any] | None) -> TensorPlan:
     """The plan for splitting `model` over `degree` workers, verified on `sample`.
 
-    The model's own plan (transformers) has precedence, for its entries that compute the same. The remaining modules are
-    searched in forward order for attention (queries, keys and values, or all three in one matrix, and the output
-    projection), then gated and plain perceptrons, then vocabulary and head. Without a sample everything stays whole.
+    Entries of the model's own plan (transformers) have precedence, if they compute the same. In the remaining modules,
+    attention and perceptrons are searched in forward order, then vocabulary and head. Attention has queries, keys and
+    values, in three matrices or one, and an output projection. Without a sample everything stays whole.
     """
     if degree == 1 or sample is None:
         reason = _UNVERIFIED if degree > 1 else "there is one worker"
@@ -88,7 +88,7 @@ class _Search:
             at += len(taken) or 1
 
     def vocabulary(self) -> None:
-        """Try the head, and its embedding: that with as many rows as the head has outputs, or the largest."""
+        """Try the head and one embedding: with as many rows as the head has outputs, or else the largest."""
         rows = {name: _rows(m) for name, m in self.model.named_modules() if is_vocabulary(m)}
         rows = {name: many for name, many in rows.items() if name in self.trial.seen.calls}
         if not rows:

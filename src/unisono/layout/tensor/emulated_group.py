@@ -38,7 +38,7 @@ def emulate(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, 
 
 @contextmanager
 def with_local_heads(scope: nn.Module, unit: Mapping[str, str], degree: int, treatment: str) -> Iterator[None]:
-    """Within the block, `scope` computes with its local heads, adapted as `treatment` says."""
+    """A context in which `scope` computes with its local heads, adapted as `treatment` says."""
     if treatment == "attributes":
         with heads.divided(scope, degree):
             yield
@@ -52,7 +52,7 @@ def with_local_heads(scope: nn.Module, unit: Mapping[str, str], degree: int, tre
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, `module` computes `forward`."""
+    """A context in which `module` computes `forward`."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

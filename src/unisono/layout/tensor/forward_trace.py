@@ -25,9 +25,9 @@ class ForwardTrace:
     """The record of one forward pass.
 
     Args:
-        order: names of the called modules, each once, by their first call.
-        calls: module name to the arguments of its first call.
-        users: id of a parameter to the names of the modules whose code used it.
+        order: names of the called modules, each once, in the order of their first calls.
+        calls: for each called module, by name, the arguments of its first call.
+        users: for each parameter, by id, the names of the modules whose code used it.
     """
 
     order: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ def trace_forward(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any])
     A model on the meta device can read values of its inputs.
 
     Raises:
-        InvalidInput: its code fails; on the meta device, because it reads values that it computes.
+        InvalidInput: the model's code fails; on the meta device, it fails if it reads values that it computes.
     """
     seen = ForwardTrace()
     inside: list[str] = []
@@ -102,7 +102,7 @@ def differentiable(call: Call) -> Call:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in evaluation mode."""
+    """A context in which the model is in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:

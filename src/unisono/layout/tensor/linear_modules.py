@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Matrix:
-    """``nn.Linear``, or transformers' ``Conv1D``, which stores the transposed matrix.
+    """A module that multiplies by a matrix: ``nn.Linear``, or transformers' ``Conv1D``, which stores it transposed.
 
     Args:
         module: the module that owns ``weight`` and ``bias``.
@@ -58,7 +58,7 @@ def matrix(module: nn.Module) -> Matrix | None:
 
 
 def is_vocabulary(module: nn.Module) -> bool:
-    """Whether `module` only looks up rows."""
+    """Whether `module` is an embedding that only looks up rows: without `max_norm`, and with dense gradients."""
     plain = type(module).forward is nn.Embedding.forward
     return plain and getattr(module, "max_norm", None) is None and not getattr(module, "sparse", False)
 

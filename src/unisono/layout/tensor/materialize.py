@@ -21,7 +21,7 @@ def is_meta(model: nn.Module) -> bool:
 
 @contextmanager
 def materialized(module: nn.Module) -> Iterator[None]:
-    """Within the block, parameters and buffers of `module` on the meta device have random values."""
+    """A context in which parameters and buffers of `module` on the meta device have random values."""
     generator = torch.Generator().manual_seed(0)
     made: dict[Tensor, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []

@@ -15,8 +15,11 @@ _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def block_signature(model: nn.Module, scope: str, unit: Mapping[str, str], call: Call) -> Hashable:
-    """Equal for two units whose scopes have modules of the same kinds, attributes and shapes, and equal arguments.
-    Objects other than plain values and tensors must be identical."""
+    """A key that is equal for two units of which only one needs to be tried.
+
+    Their scopes have modules of the same kinds, attributes and shapes, and equal arguments. Objects other than plain
+    values and tensors must be identical.
+    """
     inside = tuple((name, _module_key(module)) for name, module in model.get_submodule(scope).named_modules())
     words = tuple((name.removeprefix(scope), word) for name, word in unit.items())
     leaves, form = tree_flatten(call)

@@ -1,9 +1,9 @@
-"""All-to-all of the rows of one matrix that contains queries, keys and values.
+"""Exchanges the rows of one matrix that contains queries, keys and values between ranks.
 
-The rows of such a matrix are block by block (all queries, all keys, all values), and a worker needs its heads' part of
-every block. Checkpoint, optimizer and FSDP need one box of rows per worker. So the box is stored, and rows are
-exchanged by one all-to-all when the forward pass begins; gradients take the reverse path. Nothing is summed, so the
-exchange is exact.
+The rows of such a matrix are stored block by block (all queries, all keys, all values), and a worker needs its heads'
+part of every block. Checkpoint, optimizer and FSDP need one box of rows per worker. So each worker stores one box, and
+rows are exchanged by one all-to-all when the forward pass begins; gradients take the reverse path. Nothing is summed,
+so the exchange is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.layout.tensor.linear_modules import grouped_rows
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The exchange of a matrix of `outputs` rows in `groups` blocks, for one of `degree` ranks."""
+    """The exchange of a matrix of `outputs` rows in `groups` blocks, for rank `member` of `degree` ranks."""
 
     outputs: int
     groups: int
@@ -45,7 +45,8 @@ class RowExchange:
 
     @cached_property
     def received(self) -> list[int]:
-        """The number of rows from each rank; rows are in the order of their numbers, as the boxes are by rank."""
+        """The number of rows from each rank. Rows arrive in the order of the whole matrix, as ranks hold its boxes in
+        order."""
         return [len(self._common(other, self.member)) for other in range(self.degree)]
 
     def exchange(self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +54,7 @@ class RowExchange:
 
         Args:
             weight: this rank's box (outputs / degree, inputs).
-            bias: its biases (outputs / degree,).
+            bias: the biases of these rows (outputs / degree,).
         """
         if bias is None:
             return self._moved(weight, group), None

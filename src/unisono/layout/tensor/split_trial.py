@@ -21,15 +21,15 @@ from unisono.layout.tensor.numeric_compare import difference, run_pass
 TREATMENTS = ("", "attributes", "shapes")
 
 Unit = Mapping[str, str]
-"""Module names to words, of modules that can only be split together: columns, and the row that uses their outputs."""
+"""The styles, by module name, of modules that can only be split together: columns, and the row that follows them."""
 
 
 @dataclass(frozen=True)
 class SplitVerdict:
-    """Whether a unit can be split.
+    """The answer to whether a unit can be split, and how.
 
     Args:
-        reason: why not; empty if it can.
+        reason: why it cannot be split; empty if it can.
         scope: the innermost called module that holds the whole unit.
         treatment: how `scope` is adapted to fewer heads; empty if it needs no adaptation.
     """

@@ -1,4 +1,4 @@
-"""A plan of which matrices are split and how, as a value: from the user, the model's author, or `derive`."""
+"""A plan, as a value, that says which matrices are split and how: from the user, the model's author, or `derive`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,14 @@ class TensorPlan:
     """How the matrices of a model are split over the workers of the ``tensor`` axis.
 
     Args:
-        split: module name, or a pattern of names (``layers.*.mlp.up``), to one of ``column`` (each worker computes its
-            part of the outputs), ``row`` (its part of the inputs, summed), ``vocabulary`` (an embedding's rows),
-            ``column gathered`` (a head with gathered outputs), ``row scattered`` (of inputs that each worker has
-            whole), ``column of thirds`` (queries, keys and values in one matrix), ``column of halves`` (gate and up in
-            one).
-        whole: module name to the reason why every worker holds all of it.
-        local: name of a module whose code computes with all heads, to how it is adapted to fewer: ``attributes`` (its
-            numbers of heads are divided) or ``shapes`` (the sizes in its calls are).
-        because: module name to the origin of its split, unless that is its shape alone.
+        split: for each split module, by name or pattern (``layers.*.mlp.up``), its style, see ``Layout.plan``.
+        whole: for each other module, by name, the reason why every worker holds all of it.
+        local: for a module whose code computes with all heads, by name, how it is adapted to fewer heads:
+            ``attributes`` (its numbers of heads are divided) or ``shapes`` (the sizes in its calls are divided).
+        because: for a split module, by name, the origin of its split, unless that is its shape alone.
 
     Raises:
-        InvalidInput: a word that is none of these.
+        InvalidInput: an unknown style.
     """
 
     split: Mapping[str, str] = field(default_factory=dict)
@@ -63,16 +59,16 @@ class TensorPlan:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> TensorPlan:
-        """The plan of a user's mapping from names, or patterns of names, to words.
+        """The plan of a user's mapping from module names or patterns to styles.
 
         Raises:
-            InvalidInput: an unknown word.
+            InvalidInput: an unknown style.
         """
         return cls(mapping)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> TensorPlan | None:
-        """The plan that a transformers model has; None without one."""
+        """The plan that a transformers model brings along; None if `model` has none."""
         own = _own_words(model)
         known = {name: _TRANSFORMERS[word] for name, word in own.items() if word in _TRANSFORMERS}
         foreign = {

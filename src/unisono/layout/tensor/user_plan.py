@@ -1,4 +1,4 @@
-"""A plan by the user: it computes what the whole model computes, or is refused."""
+"""Checks a user's plan: a split that does not compute what the whole model computes is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CURE = "change it, or omit it: modules that are not named stay whole"
 def user_plan(
     model: nn.Module, degree: int, words: Mapping[str, str], sample: tuple[Any, ...] | Mapping[str, Any]
 ) -> TensorPlan:
-    """The plan of `words` (modules, or patterns of them, to words) for `model` over `degree` workers.
+    """The verified plan of `words`, a mapping from module names or patterns to styles, over `degree` workers.
 
     Raises:
         InvalidInput: an entry that fits no module, contradicts another, cannot be split, or changes the results on
@@ -44,7 +44,7 @@ def _check_once(words: Mapping[str, str], plan: TensorPlan) -> None:
         first, *others = _entries(words, name)
         for other in others:
             if words[other] != words[first]:
-                problem = f"{name} is also {other!r}: {words[other]!r}"
+                problem = f"{name} also fits {other!r}: {words[other]!r}"
                 raise InvalidInput("plan", _shown(words, first), problem, "name each module once")
 
 

@@ -14,7 +14,7 @@ from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
 def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]) -> TensorPlan:
-    """`plan`, with all splits that compute something else moved to `whole`, with the reason.
+    """`plan`, with every split that computes something else moved to `whole`, with the reason.
 
     Outputs and gradients of every split block are compared within 1e-5 of their largest element, on the block's inputs
     when `model` runs on `sample`. No process is started. A model on the meta device runs there, and its blocks are
@@ -39,7 +39,7 @@ def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, .
 
 
 def units(split: Mapping[str, str], seen: ForwardTrace) -> Iterator[Unit]:
-    """The entries of `split` that depend on each other, in the order of the forward pass."""
+    """The entries of `split`, in groups that can only be split together, in the order of the forward pass."""
     columns: dict[str, str] = {}
     ties = _tied(split, seen)
     called = [name for name in seen.order if name in split]

@@ -23,7 +23,7 @@ def digits(*, hidden: int = 32) -> Task:
     """A small convolutional network with batch normalisation that classifies handwritten digits.
 
     Args:
-        hidden: channels of the first convolution; the others have twice as many.
+        hidden: the number of channels of the first convolution; the others have twice as many.
 
     Raises:
         InvalidInput: scikit-learn, which contains the images, is not installed, or `hidden` is below 1.

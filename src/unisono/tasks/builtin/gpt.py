@@ -17,14 +17,14 @@ class GPT:
     """The shape of the network; the default has about 1M parameters, ``GPT(layers=12, width=256)`` about 10M.
 
     Args:
-        layers: transformer blocks.
-        width: features per position; a multiple of `heads`.
-        heads: attention heads.
-        context: bytes that a position attends to, itself included.
-        dropout: fraction of features that training drops.
-        experts: perceptrons in each block, of which each position uses some (Shazeer et al. 2017, without their
-            load-balancing loss); 0: one perceptron for all positions.
-        experts_per_token: how many of them a position uses.
+        layers: the number of transformer blocks.
+        width: the number of features per position; a multiple of `heads`.
+        heads: the number of attention heads.
+        context: the number of bytes that a position attends to, itself included.
+        dropout: the fraction of features that training drops.
+        experts: the number of perceptrons in each block, of which each position uses some (Shazeer et al. 2017, without
+            their load-balancing loss); 0: one perceptron for all positions.
+        experts_per_token: the number of experts that a position uses.
     """
 
     layers: int = 5
@@ -44,7 +44,7 @@ class GPT:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not in [0, 1)")
         if self.experts < 0 or self.experts == 1:
-            raise ValueError(f"experts={self.experts!r} is neither 0 nor from 2")
+            raise ValueError(f"experts={self.experts!r} is neither 0 nor at least 2")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token!r} is not in 1..{self.experts}")
 
@@ -54,7 +54,7 @@ class GPT:
 
 
 class Network(nn.Module):
-    """Bytes (N, T) to logits of the byte that follows each (N, T, 256), for any T up to the context."""
+    """A GPT: from bytes (N, T), the logits (N, T, 256) of the byte after each, for any T up to the context."""
 
     def __init__(self, shape: GPT) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
 
 def perceptron(shape: GPT) -> nn.Module:
-    """Positions (N, T, width) to the same, through four times as many features."""
+    """A perceptron of two layers on positions (N, T, width), with ``4 * width`` hidden features."""
     return nn.Sequential(
         nn.Linear(shape.width, 4 * shape.width),
         nn.GELU(approximate="tanh"),
@@ -138,8 +138,11 @@ class Mixture(nn.Module):
 
 
 class Experts(nn.Module):
-    """All perceptrons of a mixture: tokens (N, width), numbers of experts (N, k) and their weights (N, k) to
-    (N, width)."""
+    """All perceptrons of a mixture.
+
+    From tokens (N, width), expert indices (N, k) and weights (N, k), it computes the weighted sum of the experts'
+    outputs (N, width).
+    """
 
     def __init__(self, shape: GPT) -> None:
         super().__init__()

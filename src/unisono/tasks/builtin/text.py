@@ -27,8 +27,8 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:
     """A byte-level GPT on text; the last twentieth of the bytes is held out, for evaluation in bits per byte.
 
     Args:
-        text: files and directories, read in the order given; a directory's text files in sorted order, hidden
-            ones left out. Default: the Python standard library's own sources.
+        text: files and directories, read in the order given. A directory stands for its text files in sorted order,
+            without hidden ones. Default: the Python standard library's own sources.
         model: the shape of the network.
 
     Raises:
@@ -135,10 +135,10 @@ def collate(samples: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def text_files(path: str) -> list[Path]:
-    """The file itself, or the directory's text files, sorted, without hidden ones.
+    """The file `path`, or the text files in the directory `path`, sorted, without hidden ones.
 
     Raises:
-        InvalidInput: it is missing, cannot be read or holds no text.
+        InvalidInput: `path` is missing, cannot be read, or is a directory without text files.
     """
     place = Path(path).expanduser()
     try:
