@@ -142,7 +142,7 @@ def test_workers_store_about_the_same() -> None:
     for rows in (500, 4000, 20, 999, 3, 2000, 700, 10, 10):
         for part in placement.place((rows, 1), 8):
             loads[part.worker] += part.stop - part.start
-    assert max(loads) < 1.2 * min(loads)
+    assert max(loads) - min(loads) < 1000  # the largest value that is not divided
 
 
 def test_a_part_fits_into_a_message() -> None:

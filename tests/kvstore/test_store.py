@@ -169,7 +169,7 @@ def test_parameters_that_require_gradients_are_written() -> None:
 def test_a_sparse_gradient_is_pushed() -> None:
     kv = create("local")
     kv.init("w", torch.ones(3, 2))
-    kv.push("w", torch.sparse_coo_tensor([[2]], [[4.0, 5.0]], (3, 2)))
+    kv.push("w", torch.sparse_coo_tensor([[2]], [[4.0, 5.0]], (3, 2), check_invariants=True))
     assert pulled(kv, "w", (3, 2)).tolist() == [[0, 0], [0, 0], [4, 5]]
 
 

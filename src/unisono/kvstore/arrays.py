@@ -27,7 +27,7 @@ def grouped(key: Key | Sequence[Key], values: Any, field: str) -> dict[Key, list
     Raises:
         InvalidInput: a key is neither int nor str, keys are of both kinds, or `values` do not fit them.
     """
-    keys = list(key) if isinstance(key, list | tuple) else [key]
+    keys: list[Any] = list(key) if isinstance(key, list | tuple) else [key]
     each = values if isinstance(key, list | tuple) else [values]
     if not isinstance(each, list | tuple) or len(each) != len(keys):
         given = len(each) if isinstance(each, list | tuple) else type(each).__name__
@@ -105,7 +105,7 @@ def row_numbers(array: Array, rows: int, field: str) -> Tensor:
         InvalidInput: one is not a whole number from 0 to ``rows - 1``.
     """
     numbers = copied(array, torch.device("cpu"), torch.float64 if dtype_of(array).is_floating_point else torch.int64)
-    found = numbers.reshape(-1).unique()
+    found: Tensor = numbers.reshape(-1).unique()
     wrong = found[(found < 0) | (found >= rows) | (found != found.floor())]
     if len(wrong):
         raise InvalidInput(field, wrong[0].item(), f"rows are 0 to {rows - 1}", "pass the numbers of existing rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,32 @@ from unisono.checkpoint.safetensors_format import container, specs_of
 from unisono.checkpoint.tensor_stream import write_file
 from unisono.elastic.extra_state import from_tensors, to_tensors
 from unisono.errors import CheckpointDamaged, CheckpointError
+from unisono.kvstore.arrays import Key
 from unisono.system import atomic_files as atomic
 
 _NAME = "optimizer"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of the optimizer of one value.
+
+    Args:
+        shape: of the value.
+        state: of its parameter, as in the optimizer's ``state_dict()``.
+        groups: hyperparameters, as in its ``param_groups``; empty where they are not saved.
+    """
+
+    shape: tuple[int, ...]
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for values of other types."""
+        if not all(type(n) is int for n in self.shape) or not isinstance(self.state, dict):
+            raise TypeError(f"shape {self.shape!r}, state of type {type(self.state).__name__}")
+        if not isinstance(self.groups, list) or not all(isinstance(each, dict) for each in self.groups):
+            raise TypeError("groups are a list of dictionaries")
 
 
 class _InMemory:
@@ -32,13 +56,14 @@ class _InMemory:
         yield raw_bytes(self._tensors[name])
 
 
-def save(path: Path, content: Any) -> None:
-    """Write `content`, of numbers, texts, tensors, lists and dictionaries; it replaces the file when it is complete.
+def save(path: Path, states: Mapping[Key, OptimizerState]) -> None:
+    """Write the state of each key's optimizer. An existing file is replaced when the new one is complete.
 
     Raises:
         CheckpointError: the file cannot be written.
+        InvalidInput: a state has values that are neither numbers, texts, tensors, nor lists or dictionaries of them.
     """
-    source = _InMemory(to_tensors(_NAME, content))
+    source = _InMemory(to_tensors(_NAME, {key: vars(each) for key, each in states.items()}))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -52,7 +77,7 @@ def save(path: Path, content: Any) -> None:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
-def load(path: Path) -> Any:
+def load(path: Path) -> dict[Key, OptimizerState]:
     """What `save` has written.
 
     Raises:
@@ -60,8 +85,9 @@ def load(path: Path) -> Any:
     """
     source = open_plain(path)
     try:
-        return from_tensors(_NAME, {name: _read(source, name) for name in source.specs})
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        content = from_tensors(_NAME, {name: _read(source, name) for name in source.specs})
+        return {key: OptimizerState(**each) for key, each in content.items()}
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{path}: it is not a file of optimizer states") from error
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -270,9 +269,7 @@ class KVStore:
     def __enter__(self) -> KVStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _set_update(self, method: str, update: Update) -> None:

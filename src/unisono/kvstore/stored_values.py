@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch
 from unisono.comm import ActorConnection
 from unisono.errors import CheckpointMismatch, InvalidInput
 from unisono.kvstore.arrays import Array, Key, copied, dtype_of
+from unisono.kvstore.optimizer_states import OptimizerState
 from unisono.kvstore.placement import Placement
 from unisono.kvstore.value_client import ValueClient
 
@@ -63,22 +63,22 @@ class StoredValues:
         """A key whose value has several parts."""
         return next((key for key, client in self._clients.items() if len(client.parts) > 1), None)
 
-    def optimizer_states(self, with_groups: bool) -> dict[Key, Any]:
-        """By key: the ``state`` of its optimizer, its hyperparameters as ``groups``, and the value's ``shape``."""
+    def optimizer_states(self, with_groups: bool) -> dict[Key, OptimizerState]:
+        """The state of the optimizer of each key; its hyperparameters too, `with_groups`."""
         found = {}
         for key, client in self._clients.items():
             client.finish_push()
             state, groups = client.optimizer_state()
-            found[key] = {"state": state, "groups": groups if with_groups else [], "shape": list(client.shape)}
+            found[key] = OptimizerState(client.shape, state, groups if with_groups else [])
         return found
 
-    def load_optimizer_states(self, states: Mapping[Key, Any], source: str) -> None:
+    def load_optimizer_states(self, states: Mapping[Key, OptimizerState], source: str) -> None:
         """Load what `optimizer_states` returned.
 
         Raises:
             CheckpointMismatch: `source`, from which it was read, has other keys or shapes.
         """
-        there = {key: tuple(each["shape"]) for key, each in states.items()}
+        there = {key: each.shape for key, each in states.items()}
         here = {key: client.shape for key, client in self._clients.items()}
         for key in [*here, *there]:
             if here.get(key) != there.get(key):
@@ -86,4 +86,4 @@ class StoredValues:
                 raise CheckpointMismatch(f"{source}: key {key!r} is {other} in the file and {own} here")
         for key, client in self._clients.items():
             client.finish_push()
-            client.load_optimizer_state(states[key]["state"], states[key]["groups"])
+            client.load_optimizer_state(states[key].state, states[key].groups)

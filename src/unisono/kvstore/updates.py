@@ -118,11 +118,10 @@ class OptimizerStep:
         return self._optimizers[place]
 
     def _made(self, value: Tensor) -> Optimizer:
-        if not callable(self._factory) or isinstance(self._factory, Optimizer):
-            made: Any = self._factory
-        else:
-            made = self._factory([nn.Parameter(value, requires_grad=False)])
-        if not isinstance(made, Optimizer):
+        made: Any = self._factory
+        if callable(made) and not isinstance(made, Optimizer):
+            made = made([nn.Parameter(value, requires_grad=False)])
+        if not isinstance(made, Optimizer) or made is self._factory:
             raise InvalidInput("optimizer", type(made).__name__, "it does not make a torch optimizer", "pass a "
                                "function: lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
         return made

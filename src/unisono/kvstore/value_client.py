@@ -98,6 +98,7 @@ class ValueClient:
 
     def receive(self, fetch: Fetch, outs: Sequence[Array]) -> None:
         """Write the value that `pull` has requested into each of `outs`."""
+        self._pushes.clear()  # an answer to a pull comes after those to the pushes before it
         for part, call in fetch:
             value = self.answer(call).tensors[0].view(part.shape)
             for out in outs:
