@@ -437,6 +437,7 @@ def refused(what, match: str) -> None:
         (lambda kv: kv.row_sparse_pull("b", out=np.zeros((3, 2))), "row_ids of key 'b' = NoneType"),
         (lambda kv: kv.set_updater(3), "updater = int: it cannot be called"),
         (lambda kv: kv.set_optimizer("sgd"), "optimizer = str: it does not make a torch optimizer"),
+        (lambda kv: kv.set_optimizer(torch.optim.SGD([torch.ones(1)])), "optimizer = SGD: it does not make"),
         (lambda kv: kv.set_optimizer(lambda parameters: 3), "optimizer = int: it does not make a torch optimizer"),
     ],
 )
