@@ -101,6 +101,15 @@ def test_two_bit_sends_what_exceeds_its_threshold_and_keeps_the_rest_as_residual
     assert sent == [[0, 0, 1, -1, 0], [0, -1, 1, -1, 0], [1, -1, 1, -1, 0]]
 
 
+@pytest.mark.parametrize("threshold", [0.5, 0.1, 1e-30, 1e30])
+def test_two_bit_sends_a_number_that_is_just_its_threshold(threshold) -> None:
+    t = torch.tensor(threshold)
+    below = torch.nextafter(t, torch.tensor(0.0))
+    assert torch.equal(
+        decoded(TwoBit(threshold), torch.stack([t, -t, below, -below])), torch.stack([t, -t, 0 * t, 0 * t])
+    )
+
+
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_affects_only_its_block(compress, bad) -> None:

@@ -14,7 +14,7 @@ from unisono.compress.block_codec import BlockCodec
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodec):
-    """Sends ``t * sign(x)`` where ``|x| > t``, else 0, with error feedback. Two bits per number.
+    """Sends ``t * sign(x)`` where ``|x| >= t``, else 0, with error feedback. Two bits per number.
 
     As in MXNet's ``gradient_compression={"type": "2bit", "threshold": t}``; Strom 2015, "Scalable Distributed DNN
     Training Using Commodity GPU Cloud Computing", section 3.
@@ -55,8 +55,13 @@ class TwoBit(BlockCodec):
         """The threshold, or NaN for a block with a number that is not finite."""
         return x.amax(1, keepdim=True).mul_(0).add_(x.amin(1, keepdim=True).mul_(0)).add_(self.threshold)
 
+    @property
+    def _below(self) -> float:
+        """The largest fp32 number below the threshold."""
+        return torch.nextafter(torch.tensor(self.threshold), torch.tensor(0.0)).item()
+
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
-        torch.hardshrink(x, self.threshold, out=out).sign_()
+        torch.hardshrink(x, self._below, out=out).sign_()  # it keeps what is above, and the threshold is to be kept
         most = torch.full_like(scales, 1).masked_fill_(scales.isnan(), self.lowest)
         torch.minimum(out, most, out=out)
 
