@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+from unisono.trainer.loop_model import LoopModel
 
 Closure = Callable[[], Any] | None
 
@@ -22,7 +24,9 @@ class BoundOptimizer:
     Attributes:
         optimizer: the user's.
         take: the optimizer's own step.
-        rounds: for each model, by its identity, how many rounds it had when this optimizer stepped last.
+        models: the models that have its parameters.
+        untrained: those of its parameters that were frozen when they were last looked at.
+        rounds: for each of these models, how many rounds it had when this optimizer stepped last.
     """
 
     def __init__(
@@ -30,10 +34,12 @@ class BoundOptimizer:
         optimizer: Optimizer,
         step: Callable[[BoundOptimizer, Closure], Any],
         before_zero_grad: Callable[[], None],
-        after_new_group: Callable[[BoundOptimizer], None],
+        after_new_group: Callable[[], None],
     ) -> None:
         self.optimizer, self.take = optimizer, optimizer.step
-        self.rounds: dict[int, int] = {}
+        self.models: list[LoopModel] = []
+        self.untrained: list[nn.Parameter] = []
+        self.rounds: dict[LoopModel, int] = {}
         self._own = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad", "add_param_group")}
         zero_grad, add_param_group = optimizer.zero_grad, optimizer.add_param_group
 
@@ -46,7 +52,7 @@ class BoundOptimizer:
 
         def replaced_add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
             add_param_group(param_group)
-            after_new_group(self)
+            after_new_group()
 
         if hasattr(self.take, "_wrapped_by_lr_sched"):  # else a scheduler made earlier warns that it was lost
             replaced_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -54,6 +60,13 @@ class BoundOptimizer:
         optimizer.step = MethodType(replaced_step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(replaced_zero_grad, optimizer)  # type: ignore[method-assign]
         optimizer.add_param_group = MethodType(replaced_add_param_group, optimizer)  # type: ignore[method-assign]
+
+    def find(self, models: Iterable[LoopModel]) -> None:
+        """Find the models that have its parameters, among `models`."""
+        mine = {id(p) for p in self.parameters}
+        self.models = [model for model in models if any(id(p) in mine for p in model.parameters.values())]
+        trained = {id(p) for model in self.models for p in model.parameters.values()}
+        self.untrained = [p for p in self.parameters if id(p) not in trained]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

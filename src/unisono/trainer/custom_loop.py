@@ -11,7 +11,7 @@ void, all gradients are None, and the view ends before the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from unisono.config import takes_local_steps
 from unisono.data import Loader, WorkItem
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.loop_group import LoopGroup
+from unisono.elastic.model_state import weights_of
 from unisono.elastic.session import Session
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.view_loop import Attempt
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.layout import LocalModel
+from unisono.notation import show
 from unisono.observe import ThreadTracker
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce
@@ -72,7 +75,9 @@ class CustomLoop:
         self.checkpoints = LoopCheckpoints(group, self.state, options)
         self.planned = self._leasing = self._locally = False
         self._shape: LoopShape | None = None
-        self._first_forward: list[Any] = []
+        self._first_forward: list[RemovableHandle] = []
+        self._thaw_hooks: list[RemovableHandle] = []
+        self._known = set[int]()  # the identities of tensors that all workers have alike
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
         self._begin_item()
         self._task: int | None = None  # the backward pass that runs, by autograd's number
@@ -90,16 +95,14 @@ class CustomLoop:
         new = [module for module in modules if not any(module is each for each in known)]
         check_loop(known + new, new, [each.optimizer for each in self.optimizers], optimizers, options.sync)
         self._agree([*known, *new], [*(each.optimizer for each in self.optimizers), *optimizers])
-        owned = {id(p) for model in self.models for p in model.parameters.values()}
         for module in new:
-            local = LocalModel.whole(module)
-            trained = {name: p for name, p in local.leaves.items() if p.requires_grad and id(p) not in owned}
-            owned |= {id(p) for p in trained.values()}
             own = optimizers[0] if len(optimizers) == 1 else self.state.optimizer
-            self.models.add([LoopModel(local, trained, own, options, self.exchanges, self.on_gradient)])
+            local = LocalModel.whole(module)
+            self.models.add([LoopModel(local, {}, own, options, self.exchanges, self.on_gradient)])
         self.optimizers += [
-            BoundOptimizer(optimizer, self.step, self.check_zero_grad, self._new_group) for optimizer in optimizers
+            BoundOptimizer(optimizer, self.step, self.check_zero_grad, self.find_parameters) for optimizer in optimizers
         ]
+        self.find_parameters()
         if new and not known and self.group.size > 1:
             self._inputs = SameInputs(new[0], self.group.rank, self.group.size)
         if self._shape is not None:
@@ -109,6 +112,8 @@ class CustomLoop:
         else:
             every = (each for module in new for each in module.modules())
             self._first_forward += before_forward(every, self._before_forward)
+            for model in self.models if not self._alone else ():
+                model.attach()
 
     def _agree(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Collective: all workers start from what worker 0 has."""
@@ -119,12 +124,59 @@ class CustomLoop:
         if not self.group.late:
             self.state.broadcast_initial(self.group.comm)
 
-    def _new_group(self, optimizer: BoundOptimizer) -> None:
-        """A group was added to an optimizer's."""
-        owned = {id(p) for model in self.models for p in model.local.model.parameters()}
-        for parameter in optimizer.parameters:
-            if id(parameter) not in owned:
-                raise foreign_parameter(parameter)
+    def find_parameters(self) -> None:
+        """Collective if there are any: train parameters that were added to a model, or unfrozen.
+
+        Raises:
+            InvalidInput: an optimizer has parameters of none of the models, or the synchronizer cannot take new ones.
+        """
+        owned, known = set[int](), self._known
+        for model in self.models:
+            trained = {
+                name: p for name, p in model.local.model.named_parameters() if p.requires_grad and id(p) not in owned
+            }
+            owned |= {id(p) for p in trained.values()}
+            if any(model.parameters.get(name) is not p for name, p in trained.items()):
+                self._share_new(weights_of(model.local.model), known)
+                if model.parameters and not isinstance(self._options.sync, AllReduce):
+                    raise InvalidInput(
+                        "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
+                        "cannot train others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
+                model.train(trained)
+        for optimizer in self.optimizers:
+            optimizer.find(self.models)
+            every = {id(p) for model in self.models for p in model.local.model.parameters()}
+            for parameter in optimizer.untrained:
+                if id(parameter) not in every:
+                    raise foreign_parameter(parameter)
+        self._watch_frozen()
+
+    def _share_new(self, tensors: Mapping[str, Tensor], known: Collection[int]) -> None:
+        """Collective: those of `tensors` that are not `known` yet become those of worker 0."""
+        if self.models.bound:
+            with torch.no_grad():
+                for _, tensor in sorted(tensors.items()):
+                    if id(tensor) not in known:
+                        tensor.copy_(self.group.comm.broadcast(tensor.detach().clone()).wait())
+        self._known |= {id(tensor) for tensor in tensors.values()}
+
+    def _watch_frozen(self) -> None:
+        """Look for parameters that are unfrozen later, before each forward pass of a module that has frozen ones."""
+        for hook in self._thaw_hooks:
+            hook.remove()
+        frozen = [p for model in self.models for p in model.local.model.parameters() if not p.requires_grad]
+        owners = [
+            module
+            for model in self.models
+            for module in model.local.model.modules()
+            if any(not p.requires_grad for p in module.parameters(recurse=False))
+        ]
+
+        def look() -> None:
+            if any(p.requires_grad for p in frozen) and not torch.compiler.is_compiling():
+                self.find_parameters()
+
+        self._thaw_hooks = before_forward(owners, look)
 
     @property
     def begun(self) -> bool:
@@ -138,12 +190,14 @@ class CustomLoop:
 
     def release(self) -> None:
         """Give models and optimizers back as they were."""
+        for hook in self._thaw_hooks:
+            hook.remove()
         self._end_first_forward()
         self._close_inputs()
         for optimizer in self.optimizers:
             optimizer.restore()
         for model in self.models:
-            model.unbind()
+            model.release()
 
     # ---- views ----
 
@@ -199,8 +253,9 @@ class CustomLoop:
 
     def _start(self) -> None:
         """Collective: training begins."""
-        self._end_first_forward()
-        if not self._alone and self._shape is None:
+        if self._first_forward:
+            self._end_first_forward()
+        if self._shape is None and not self._alone:
             self.group.freeze()
             self._bind(self.group.size, float(self.group.size))
             self._begin_cycle(self.models)
@@ -356,6 +411,8 @@ class CustomLoop:
 
     def exchanges(self) -> bool:
         """Whether a gradient that arrives now is exchanged; else it is added to ``grad``, as by autograd alone."""
+        if not self.planned:
+            self._start()
         task = torch._C._current_graph_task_id()
         if task != self._task:  # the first gradient of a backward pass
             self._task = task
@@ -365,7 +422,7 @@ class CustomLoop:
     @property
     def _exchanging(self) -> bool:
         early = not self.planned and self._pass < self._passes - 1
-        return not (self._void or self._locally or early)
+        return self.models.bound and not (self._void or self._locally or early)
 
     def on_gradient(self, model: LoopModel) -> None:
         """A gradient of `model` has arrived, and will be exchanged."""
@@ -448,8 +505,11 @@ class CustomLoop:
 
     def _shared_step(self, optimizer: BoundOptimizer, closure: Closure) -> Any:
         """Collective: exchange what is left to exchange, and take the step."""
-        mine = {id(p) for p in optimizer.parameters}
-        models = [model for model in self.models if any(id(p) in mine for p in model.parameters.values())]
+        if any(p.grad is not None for p in optimizer.untrained):
+            raise InvalidInput(
+                "optimizer", type(optimizer.optimizer).__name__, "a parameter that was frozen has a gradient, which is "
+                "that of this worker's data alone", "unfreeze it before the forward pass of a module")  # fmt: skip
+        models = optimizer.models
         local = next((model for model in models if not model.sync.gradients_only), None)
         if closure is not None:
             if local is not None:
@@ -457,11 +517,10 @@ class CustomLoop:
                                    "all workers", "use AllReduce(), or call step() without it")  # fmt: skip
             return self._plain_step(optimizer, self._with_mean_loss(closure))
         for model in models:
-            if model.rounds == optimizer.rounds.get(id(model), 0):
+            if model.rounds == optimizer.rounds.get(model, 0):
                 model.check_gradients()
-                if not model.holds_gradients:
-                    self._finish_round(model)
-            optimizer.rounds[id(model)] = model.rounds
+                self._finish_round(model)  # there was no backward pass here, but perhaps on other workers
+            optimizer.rounds[model] = model.rounds
         if self.planned:
             self._end_pass()
         if local is None:

@@ -80,7 +80,6 @@ class LoopModel:
 
     Attributes:
         local: the model.
-        lossless: whether the compressor changes no gradient.
         rounds: how many have been finished.
         closed: whether this round's gradients are those of this worker's last micro-batch.
         update: the update of the last round, whose step has not been taken yet.
@@ -98,13 +97,13 @@ class LoopModel:
         self.local, self._optimizer, self._options = local, optimizer, options
         self._exchanges, self._on_gradient = exchanges, on_gradient
         self.parameters = dict(parameters)
-        self.lossless = all(options.compress.is_lossless(p.dtype) for p in self.parameters.values())
         self.rounds = 0
         self.update: PendingUpdate | None = None
         self._unsynchronized: set[str] = set()  # gradients that passes without an exchange have left in ``grad``
         self._set_aside: dict[str, Tensor] = {}
         self._written: dict[str, weakref.ref[Tensor]] = {}  # what the last round left in ``grad``
         self._bound: BoundSynchronizer | None = None
+        self._in_forward = self._arrived = self._open = self.closed = False
         self._handles: list[RemovableHandle] = []
 
     # ---- a view ----
@@ -115,6 +114,11 @@ class LoopModel:
         return self._bound is not None
 
     @property
+    def lossless(self) -> bool:
+        """Whether the compressor changes no gradient."""
+        return all(self._options.compress.is_lossless(p.dtype) for p in self.parameters.values())
+
+    @property
     def sync(self) -> BoundSynchronizer:
         """The synchronizer of this view."""
         assert self._bound is not None
@@ -122,7 +126,7 @@ class LoopModel:
 
     def bind(self, comm: Communicator, shape: LoopShape) -> None:
         """Collective: exchange gradients with the workers of `comm` from now on."""
-        self._shape, groups = shape, ProcessGroups.replicated(comm)
+        self._shape, self._comm, groups = shape, comm, ProcessGroups.replicated(comm)
         self._meeting = comm.channel("meeting")
         self._bound = self._synchronizer(comm)
         self.has_residuals = comm.size > 1 and not self._is_lossless_sum()
@@ -136,17 +140,41 @@ class LoopModel:
         self.sync.begin()
         self._begin_round()
         self.begin_pass()
-        for name, parameter in self.parameters.items():
-            self._handles += [
-                parameter.register_hook(partial(self._before_gradient, name, parameter)),
-                parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name)),
-            ]
+        self.attach()
 
-    def unbind(self) -> None:
-        """Detach the model. May be called twice."""
+    def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Collective in a view, between two rounds: train these `parameters` of the model from now on.
+
+        Residuals of error feedback begin anew.
+        """
+        bound = self.bound
+        self.release()
+        self.local, self.parameters = LocalModel.whole(self.local.model), dict(parameters)
+        if bound:
+            pass_ = self._micro_batch, self._weight
+            self.bind(self._comm, self._shape)
+            self.begin_micro_batch(*pass_)
+        else:
+            self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on the parameters, unless they are there."""
+        if not self._handles:
+            for name, parameter in self.parameters.items():
+                self._handles += [
+                    parameter.register_hook(partial(self._before_gradient, name, parameter)),
+                    parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name)),
+                ]
+
+    def release(self) -> None:
+        """Give the model back without hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.unbind()
+
+    def unbind(self) -> None:
+        """The view has ended. May be called twice."""
         if self._bound is not None:
             self._buffers.close()
             self._bound = None
@@ -297,11 +325,6 @@ class LoopModel:
 
     # ---- gradients that the user writes ----
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether any ``grad`` is there."""
-        return any(p.grad is not None for p in self.parameters.values())
-
     def check_gradients(self) -> None:
         """Raise `InvalidInput` if a ``grad`` was set without a backward pass, so that it is this worker's own."""
         for name, p in self.parameters.items():
@@ -323,8 +346,8 @@ class LoopModel:
             self._set_aside[name], parameter.grad = parameter.grad, None
 
     def _after_gradient(self, name: str, parameter: Tensor) -> None:
-        self._arrived = True
         if not self._exchanges():
+            self._arrived = True
             self._unsynchronized.add(name)
             return
         gradient = self.local.take(name)
@@ -334,7 +357,7 @@ class LoopModel:
                 f"{name}: backward(create_graph=True) leaves gradients with a graph, which the average over workers "
                 "cuts off: get them by torch.autograd.grad(loss, parameters, create_graph=True)"
             )
-        self._open = True
+        self._open = self._arrived = True
         self._on_gradient(self)
         self._unsynchronized.discard(name)
         self._offer(name, gradient)
