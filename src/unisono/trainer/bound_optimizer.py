@@ -33,7 +33,7 @@ class BoundOptimizer:
         self,
         optimizer: Optimizer,
         step: Callable[[BoundOptimizer, Closure], Any],
-        before_zero_grad: Callable[[], None],
+        before_zero_grad: Callable[[BoundOptimizer], None],
         after_new_group: Callable[[], None],
     ) -> None:
         self.optimizer, self.take = optimizer, optimizer.step
@@ -47,7 +47,7 @@ class BoundOptimizer:
             return step(self, closure)
 
         def replaced_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            before_zero_grad()
+            before_zero_grad(self)
             zero_grad(set_to_none=set_to_none)
 
         def replaced_add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:

@@ -556,9 +556,9 @@ class CustomLoop:
             model.take_gradients(self._pass_weight if self.planned else 1.0)
         self._in_step(self._finish_rounds)
 
-    def check_zero_grad(self) -> None:
+    def check_zero_grad(self, optimizer: BoundOptimizer) -> None:
         """Raise `UnisonoError` if gradients of micro-batches, which have been folded, were to be discarded."""
-        if self.planned and self._entered and not self._last and any(model.open for model in self.models):
+        if self.planned and self._entered and any(model.open for model in optimizer.models):
             raise UnisonoError(
                 "optimizer.zero_grad() between the micro-batches of a step would discard gradients of those before: "
                 "call it before the first micro-batch, or after optimizer.step()"
