@@ -245,6 +245,7 @@ class World:
         """Collective: the training data; for each step, this worker's micro-batches.
 
             for batches in world.steps(dataset, global_batch=64):
+                optimizer.zero_grad()
                 for x, y in batches:
                     loss_of(model(x), y).backward()      # the mean over the micro-batch
                 optimizer.step()

@@ -388,6 +388,7 @@ def dealt(world: World, build: Callable = noisy, micro_batch: int = 3, **options
     world.bind(model, optimizer, **options)
     losses = []
     for batches in world.steps(data(), global_batch=12, micro_batch=micro_batch, steps=5, seed=1):
+        optimizer.zero_grad()
         total, count = 0.0, 0
         for x, y in batches:
             loss = loss_of(model, x, y)
@@ -417,6 +418,7 @@ def test_samples_that_no_step_reaches_are_told_once(caplog) -> None:
         world, taken = world_of(comm), 0
         model, optimizer = bound(world)
         for batches in world.steps(data(45), global_batch=8, **length):
+            optimizer.zero_grad()
             for x, y in batches:
                 loss_of(model, x, y).backward()
             taken += optimizer.step()
@@ -510,6 +512,7 @@ def test_a_micro_batch_without_a_backward_pass_adds_a_zero(left_out) -> None:
         before = weights(model)
         _, optimizer = world.bind(model, torch.optim.SGD(model.parameters(), 1.0), compress=Exact())
         for batches in world.steps(data(), global_batch=12, micro_batch=3, steps=1):
+            optimizer.zero_grad()
             for m, (x, y) in enumerate(batches, start=2 * comm.rank if comm.size == 2 else 0):
                 loss = loss_of(model, x, y)
                 if m != left_out:
@@ -578,6 +581,7 @@ def test_in_steps_it_is_the_same_on_any_number_of_workers(name) -> None:
         world, model = world_of(comm), normed()
         _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()), compress=Exact())
         for batches in world.steps(data(), global_batch=12, micro_batch=3, steps=STEPS):
+            optimizer.zero_grad()
             if batches.step == 2 and change:
                 with torch.no_grad():
                     (CHANGES | PASSES)[name](model)

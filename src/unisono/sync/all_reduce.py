@@ -132,11 +132,11 @@ class MeanGradient:
     def write(self, scale: float = 1.0) -> None:
         self._written = True
         self._memory.write(self._mean, scale, self._parameters, self._sparse)
-        self._reduction.commit()
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Set every ``grad`` to ``scale * mean`` (None if no worker used the parameter), step, reset every ``grad``."""
         if self._written:
+            self._reduction.commit()
             return step()
         for name, gradient in self._mean.results(scale).items():
             sparse = gradient is not None and name in self._sparse

@@ -337,6 +337,11 @@ class CustomLoop:
         """
         if not self._given:
             return
+        if not (self._entered or self._stepped):
+            raise UnisonoError(
+                "the next step's batches were asked for before optimizer.step(): one step is one global batch; "
+                "batches.skip() leaves it out"
+            )
         if self._entered and not self._last:
             raise UnisonoError("the next step was asked for before all micro-batches of this worker and step were "
                                "computed; batches.skip() leaves a step out")  # fmt: skip
@@ -347,10 +352,12 @@ class CustomLoop:
         """See `Batches.skip`."""
         if not self._given or self._stepped:
             raise UnisonoError("batches.skip() came after optimizer.step(): call one of them in each step")
-        local = not all(model.sync.gradients_only for model in self.models)
-        if self._entered and (local or not self._last):
-            raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take local steps or "
-                               "micro-batches are left: call it before")  # fmt: skip
+        if self._entered and not self._last:
+            raise UnisonoError("batches.skip() came before all micro-batches of this worker and step were computed: "
+                               "call it before the first of them, or after the last")  # fmt: skip
+        if self._entered and not all(model.sync.gradients_only for model in self.models):
+            raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take local steps: "
+                               "call it before")  # fmt: skip
         for model in self.models if self._entered else ():
             model.drop()
         self._count_step()
@@ -524,6 +531,8 @@ class CustomLoop:
         if self.planned:
             self._end_pass()
         if local is None:
+            for model in models:
+                model.take_step(lambda: None)
             return self._plain_step(optimizer, None)
         self._note(local.take_step(lambda: self._plain_step(optimizer, None)))
         return None
@@ -568,8 +577,9 @@ class CustomLoop:
 
     def save(self, directory: Path, keep: int) -> Path | None:
         """See `World.save`."""
-        self.end_step()
-        if self._leasing or any(model.open for model in self.models if model.bound):
+        if not (self._given and self._entered and not self._stepped):
+            self.end_step()
+        if self._leasing or self._given or any(model.open or model.holds_step for model in self.models):
             raise UnisonoError("world.save came in the middle of a step: call it between two steps, on all workers; "
                                "after the loop where each takes steps at its own pace")  # fmt: skip
         if not self.state.progress.steps:

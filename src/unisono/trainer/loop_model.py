@@ -103,7 +103,7 @@ class LoopModel:
         self._set_aside: dict[str, Tensor] = {}
         self._written: dict[str, weakref.ref[Tensor]] = {}  # what the last round left in ``grad``
         self._bound: BoundSynchronizer | None = None
-        self._in_forward = self._arrived = self._open = self.closed = False
+        self._in_forward = self._arrived = self._open = self.closed = self._prepared = False
         self._handles: list[RemovableHandle] = []
 
     # ---- a view ----
@@ -136,8 +136,7 @@ class LoopModel:
         )
         self._micro_batch, self._weight = -1, 0.0
         self._failed: CommunicationError | None = None
-        self.update = None
-        self.sync.begin()
+        self.update, self._prepared = None, False
         self._begin_round()
         self.begin_pass()
         self.attach()
@@ -207,7 +206,8 @@ class LoopModel:
     def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, whose weight in the mean is `weight`."""
         self._end_forward()
-        self._give(self.sync.fold)
+        if self.open:
+            self._give(self.sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
         self._control.set_weight(micro_batch, weight)
         self._buffers.before()
@@ -221,9 +221,10 @@ class LoopModel:
         self._begin_buffers()
 
     def drop(self) -> None:
-        """In place of the optimizer's step: discard gradients and changes of buffers."""
+        """In place of the optimizer's step: discard gradients, changes of buffers, and what the compressor left out."""
         self._buffers.undo()
         self.clear_gradients()
+        self._prepared = False
 
     def _begin_buffers(self) -> None:
         self._buffers.begin()
@@ -242,9 +243,23 @@ class LoopModel:
         """Whether gradients have arrived since the last round."""
         return self._open
 
+    @property
+    def holds_step(self) -> bool:
+        """Whether gradients have been exchanged whose step was not taken."""
+        return self.update is not None and any(p.grad is not None for p in self.parameters.values())
+
     def _begin_round(self) -> None:
         self._set_aside = {}
         self._open = self.closed = False
+
+    def _prepare(self) -> None:
+        """Before the first gradient of a round. Gradients of the round before, if they are still there, add up."""
+        if not self._prepared:
+            if self.update is not None and self.sync.gradients_only:
+                self.update.apply(lambda: None)
+            self.update = None
+            self.sync.begin()
+            self._prepared = True
 
     def close_round(self, extra: list[float]) -> None:
         """The gradients that follow are those of this worker's last micro-batch.
@@ -252,6 +267,7 @@ class LoopModel:
         Args:
             extra: this worker's numbers for the control word.
         """
+        self._prepare()
         self.closed = True
         if not self._shape.planned:  # overlap the exchange of buffers with backward
             self._end_forward()
@@ -279,8 +295,7 @@ class LoopModel:
             self.parameters[name].grad = gradient
         update.write(self._scale_of(update))
         self._written = {name: weakref.ref(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        self.update, self.rounds = update, self.rounds + 1
-        self.sync.begin()
+        self.update, self.rounds, self._prepared = update, self.rounds + 1, False
         self._begin_round()
         return self._extra(update)
 
@@ -295,14 +310,14 @@ class LoopModel:
             step()
             return None
         update.apply(step)
-        self.sync.begin()
+        self._prepare()
         return self._extra(update)
 
     def clear_gradients(self) -> None:
         """The step has no gradient, and what was computed for it is dropped."""
         self._unsynchronized.clear()
         self._begin_round()
-        self.update = None
+        self.update, self._prepared = None, False
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -364,6 +379,7 @@ class LoopModel:
 
     def _offer(self, name: str, gradient: Tensor | None) -> None:
         if gradient is not None and self._failed is None:
+            self._prepare()
             self._give(self.sync.offer, name, gradient, self._weight / self._shape.reference_weight)
 
     def _give(self, give: Callable[..., None], *arguments: Any) -> None:
