@@ -28,6 +28,7 @@ from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
 from unisono.config import LIBRARY_GLOBAL_BATCH, checked
 from unisono.data import Load, Loader, MicroBatchPlan
+from unisono.elastic.agreement import start_alike
 from unisono.elastic.extra_state import Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
@@ -44,6 +45,7 @@ from unisono.trainer.custom_loop import CustomLoop
 from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.loop_model import LoopOptions
 from unisono.trainer.loop_steps import Batches, all_steps
+from unisono.trainer.optimizer_set import OptimizerSet
 from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
@@ -155,11 +157,28 @@ class World:
         self._loop.add(models, [thing for thing in things if isinstance(thing, Optimizer)], options)
         return things if len(things) > 1 else things[0]
 
+    def share(self, module: nn.Module) -> None:
+        """Collective: `module` gets the weights and buffers of worker 0. `bind` does it too.
+
+        Raises:
+            InvalidInput: workers have built different modules.
+        """
+        nothing: Any = OptimizerSet([])
+        start_alike(self._group.comm, module, nothing)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes add this worker's own gradients to ``grad``, as DistributedDataParallel's ``no_sync``
         does. The next backward pass outside averages all of it. Not in a loop over `steps`, which adds up by itself.
         """
         return self._bound().no_sync()
+
+    def uneven_inputs(self) -> AbstractContextManager[None]:
+        """Collective: inside, workers may run out of data at different times, as in DistributedDataParallel's ``join``.
+
+        A worker that leaves the block takes part in the exchanges of the others, with gradients of zero, until the last
+        one leaves it. Then all have the weights and buffers of one that was among the last. Not in a loop over `steps`.
+        """
+        return self._bound().uneven_inputs()
 
     def average_gradients(self) -> None:
         """Collective: every ``grad`` becomes its mean over all workers.

@@ -165,7 +165,7 @@ for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, s
         sys.exit(0)
 sys.exit(0)
 """
-INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
+INSIDE = "user code called sys.exit(0) on leaving.py:18 <module>"
 
 
 @pytest.mark.short(1)

@@ -81,6 +81,11 @@ class LocalMean:
         self._offered.clear()  # so that a reference to this update does not keep the gradients in memory
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        if not self._written:
-            self.write(scale)
-        return step()
+        if self._written:
+            return step()
+        self.write(scale)
+        try:
+            return step()
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None

@@ -23,8 +23,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from unisono.comm import Communicator
 from unisono.config import takes_local_steps
 from unisono.data import Loader, WorkItem
+from unisono.elastic.agreement import start_alike
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.loop_group import LoopGroup
@@ -47,6 +49,7 @@ from unisono.trainer.loop_models import LoopModels
 from unisono.trainer.loop_views import LoopViews
 from unisono.trainer.model_hooks import before_forward
 from unisono.trainer.optimizer_set import OptimizerSet
+from unisono.trainer.replica import copy_from
 
 T = TypeVar("T")
 
@@ -77,6 +80,8 @@ class CustomLoop:
         self._shape: LoopShape | None = None
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
+        self._flags: Communicator | None = None  # where workers may run out of data at different times
+        self._had_data = 0  # a rank that was among the last to have data
         self._known = set[int]()  # the identities of tensors that all workers have alike
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
         self._begin_item()
@@ -94,7 +99,7 @@ class CustomLoop:
         known = [model.local.model for model in self.models]
         new = [module for module in modules if not any(module is each for each in known)]
         check_loop(known + new, new, [each.optimizer for each in self.optimizers], optimizers, options.sync)
-        self._agree([*known, *new], [*(each.optimizer for each in self.optimizers), *optimizers])
+        self._agree([*known, *new], optimizers)
         for module in new:
             own = optimizers[0] if len(optimizers) == 1 else self.state.optimizer
             local = LocalModel.whole(module)
@@ -115,14 +120,16 @@ class CustomLoop:
             for model in self.models if not self._alone else ():
                 model.attach()
 
-    def _agree(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Collective: all workers start from what worker 0 has."""
+    def _agree(self, modules: Sequence[nn.Module], new_optimizers: Sequence[Optimizer]) -> None:
+        """Collective: the modules and optimizers that are new start from what worker 0 has."""
         whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        self.state.build(LocalModel.whole(whole), OptimizerSet.of(optimizers))
+        every = OptimizerSet.of([*(each.optimizer for each in self.optimizers), *new_optimizers])
+        self.state.build(LocalModel.whole(whole), every)
         assert self.state.extra is not None
-        self.state.extra.replace_optimizer(self.state.optimizer)
+        self.state.extra.replace_optimizer(every)
         if not self.group.late:
-            self.state.broadcast_initial(self.group.comm)
+            start_alike(self.group.comm, whole, OptimizerSet.of(new_optimizers), self._known)
+        self._known |= {id(tensor) for tensor in weights_of(whole).values()}
 
     def find_parameters(self) -> None:
         """Collective if there are any: train parameters that were added to a model, or unfrozen.
@@ -141,7 +148,7 @@ class CustomLoop:
                 if model.parameters and not isinstance(self._options.sync, AllReduce):
                     raise InvalidInput(
                         "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
-                        "cannot train others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
+                        "trains no others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
                 model.train(trained)
         for optimizer in self.optimizers:
             optimizer.find(self.models)
@@ -287,6 +294,40 @@ class CustomLoop:
         finally:
             self._locally = before
 
+    @contextmanager
+    def uneven_inputs(self) -> Iterator[None]:
+        """See `World.uneven_inputs`."""
+        if self.planned:
+            raise UnisonoError("world.uneven_inputs() in a loop over world.steps, where workers have equal steps: "
+                               "leave it out")  # fmt: skip
+        if self.group.size == 1:
+            yield
+            return
+        self._start()
+        self._flags = self.group.comm.channel("uneven inputs")
+        yield
+        while (rows := self._gather_flags(has_data=False)) is not None:  # the others have data
+            for model, used in zip(self.models, rows.any(0).tolist(), strict=True):
+                if used:
+                    self._finish_round(model)
+                    model.clear_gradients()
+        self._flags = None
+        with torch.no_grad():
+            for model in self.models:
+                copy_from(self.group.comm, self._had_data, weights_of(model.local.model))
+
+    def _gather_flags(self, *, has_data: bool) -> Tensor | None:
+        """Collective: which models have gradients to exchange, of shape ``[workers, models]``; None: no worker has data
+        left."""
+        assert self._flags is not None
+        mine = [float(has_data), *(float(model.open) for model in self.models)]
+        rows = self._flags.gather(torch.tensor(mine)).wait()
+        active = rows[:, 0].nonzero().flatten().tolist()
+        if not active:
+            return None
+        self._had_data = active[0]
+        return rows[:, 1:]
+
     # ---- the data of a plan ----
 
     def work_items(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[WorkItem]:
@@ -388,6 +429,8 @@ class CustomLoop:
         void, words, rounds = self._void, self._words, self._rounds
         self._begin_item()
         for model in self.models:
+            if void:
+                model.drop()
             model.begin_pass()
         if void:
             return
@@ -447,6 +490,8 @@ class CustomLoop:
 
     def _finish_rounds(self) -> None:
         """Collective: exchange the gradients that have arrived."""
+        if self._flags is not None:
+            self._gather_flags(has_data=True)
         for model in self.models:
             if model.open:
                 self._finish_round(model)
