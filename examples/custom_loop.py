@@ -17,6 +17,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = world.bind(model, optimizer, compress=unisono.Exact(), clip=1.0)
 
 for batches in world.steps(data, global_batch=60, epochs=2):
+    optimizer.zero_grad()
     losses = []
     for x, y in batches:  # the micro-batches of this worker
         loss = F.cross_entropy(model(x.to(world.device)), y.to(world.device))

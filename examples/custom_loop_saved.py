@@ -22,6 +22,7 @@ world.register_state("scheduler", scheduler)
 world.load(directory)  # the newest checkpoint, if there is one
 
 for batches in world.steps(points(3000, seed=0), global_batch=60, steps=steps):  # from the step after it
+    optimizer.zero_grad()
     for x, y in batches:
         F.cross_entropy(model(x.to(world.device)), y.to(world.device)).backward()
     optimizer.step()

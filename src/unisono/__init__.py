@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unisono.data import Inline as Inline
     from unisono.data import Processes as Processes
     from unisono.data import Threads as Threads
+    from unisono.ddp import DistributedDataParallel as DistributedDataParallel
     from unisono.layout import Layout as Layout
     from unisono.run.spec import Result as Result
     from unisono.run.spec import load as load
@@ -76,6 +77,7 @@ _HOMES = {
     ),
     "config": ("Config",),
     "data": ("Inline", "Processes", "Threads"),
+    "ddp": ("DistributedDataParallel",),
     "layout": ("Layout",),
     "run.spec": ("Result", "load"),
     "run.start": ("train",),

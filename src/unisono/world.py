@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,25 +26,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.config import LIBRARY_GLOBAL_BATCH, checked, takes_local_steps
+from unisono.config import LIBRARY_GLOBAL_BATCH, checked
 from unisono.data import Load, Loader, MicroBatchPlan
-from unisono.elastic.extra_state import ExtraState, Stateful
+from unisono.elastic.agreement import start_alike
+from unisono.elastic.extra_state import Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import claim_identity
 from unisono.launch.script import take_elastic_context
-from unisono.layout import LocalModel
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_whole
 from unisono.tasks.task import build_dataset
 from unisono.tensors.batch import Batch
-from unisono.trainer.compatibility import check_fit, check_trainable
 from unisono.trainer.custom_loop import CustomLoop
 from unisono.trainer.device import choose_device, fair_threads
+from unisono.trainer.loop_model import LoopOptions
 from unisono.trainer.loop_steps import Batches, all_steps
+from unisono.trainer.optimizer_set import OptimizerSet
 from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
@@ -117,48 +119,78 @@ class World:
 
     def bind(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
+        *things: nn.Module | Optimizer,
         sync: Synchronizer | str = AllReduce(),
         compress: Compressor | str = Cast(),
         clip: float | None = None,
         backward_passes: int = 1,
         overlap: bool = True,
-    ) -> tuple[nn.Module, Optimizer]:
-        """Collective: make `optimizer.step` take the mean step of all workers. Returns both arguments.
+    ) -> Any:
+        """Collective: train `things`, any number of models and optimizers, on all workers. Returns them in this order.
 
-        All workers get the weights and the optimizer state of worker 0. A step returns True; or False if it was not
-        taken since a worker was lost, and `steps` then gives its data again. Between ``backward()`` and ``step()``
-        gradients are in flight, and ``parameter.grad`` is None: clipping is therefore an argument here.
+        All workers get the weights, buffers and optimizer states of worker 0. From then on, a backward pass leaves the
+        mean gradient over all workers in ``parameter.grad``, as torch's DistributedDataParallel does. What the loop
+        does to it before ``optimizer.step()`` counts. With local steps and parameter servers, it is this worker's own
+        gradient. A step returns True; or False if it was not taken since a worker was lost: gradients are then None,
+        and `steps` gives the data of the step again.
+
+        May be called again for further models and optimizers; without a plan of `steps`, also during training.
 
         Args:
-            sync, compress: as in `Config`; text is read in the notation, as on the command line.
-            clip: largest 2-norm of the mean gradient over all workers.
-            backward_passes: calls of ``backward()`` before each ``step()``; gradients of a worker's passes add up,
-                those of workers are averaged. No effect inside `steps`.
+            sync, compress: as in `Config`; text is read in the notation, as on the command line. The same in all calls.
+                Synchronizers other than `AllReduce` take one model and one optimizer in each call.
+            clip: largest 2-norm of the gradient of an optimizer's parameters, in its step.
+            backward_passes: calls of ``backward()`` before each ``step()``; the exchange is in the last of them.
+                Gradients of a worker's passes add up, those of workers are averaged. No effect inside `steps`.
             overlap: exchange gradients during backward.
 
         Raises:
-            InvalidInput: an argument is not one that `Config` takes, or model and optimizer do not fit each other.
+            InvalidInput: an argument is not one that `Config` takes, or models and optimizers do not fit each other.
         """
-        if self._loop is not None:
-            raise UnisonoError("world.bind was called already: one world trains one model")
-        _check_kinds(model, optimizer)
-        options = checked(sync=sync, compress=compress, clip=clip, overlap=overlap)
+        given = checked(sync=sync, compress=compress, clip=clip, overlap=overlap)
         check_whole("backward_passes", backward_passes, 1)
-        check_fit(model, optimizer)
-        check_trainable(model)
-        state = TrainingState(
-            LocalModel.whole(model),
-            optimizer,
-            local_steps=takes_local_steps(options["sync"]),
-            extra=ExtraState(optimizer),
-        )
-        if not self._group.late:
-            state.broadcast_initial(self._group.comm)
-        self._loop = CustomLoop(self._group, self._watch, state, backward_passes, options)
-        return model, optimizer
+        options = LoopOptions(**given, backward_passes=backward_passes)
+        _check_kinds(things)
+        if self._loop is None:
+            self._loop = CustomLoop(self._group, self._watch, options)
+        models = [thing for thing in things if isinstance(thing, nn.Module)]
+        self._loop.add(models, [thing for thing in things if isinstance(thing, Optimizer)], options)
+        return things if len(things) > 1 else things[0]
+
+    def share(self, module: nn.Module) -> None:
+        """Collective: `module` gets the weights and buffers of worker 0. `bind` does it too.
+
+        Raises:
+            InvalidInput: workers have built different modules.
+        """
+        nothing: Any = OptimizerSet([])
+        start_alike(self._group.comm, module, nothing)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes add this worker's own gradients to ``grad``, as DistributedDataParallel's ``no_sync``
+        does. The next backward pass outside averages all of it. Not in a loop over `steps`, which adds up by itself.
+        """
+        return self._bound().no_sync()
+
+    def uneven_inputs(self) -> AbstractContextManager[None]:
+        """Collective: inside, workers may run out of data at different times, as in DistributedDataParallel's ``join``.
+
+        A worker that leaves the block takes part in the exchanges of the others, with gradients of zero, until the last
+        one leaves it. Then all have the weights and buffers of one that was among the last. Not in a loop over `steps`.
+        """
+        return self._bound().uneven_inputs()
+
+    def average_gradients(self) -> None:
+        """Collective: every ``grad`` becomes its mean over all workers.
+
+        For gradients that are set without a backward pass, as from ``torch.autograd.grad`` or ``torch.func.grad``.
+        """
+        self._bound().average_gradients()
+
+    def _bound(self) -> CustomLoop:
+        if self._loop is None:
+            raise UnisonoError("nothing is bound: call world.bind(model, optimizer) first")
+        return self._loop
 
     def register_state(self, name: str, stateful: Stateful) -> None:
         """Make `stateful`, such as a learning-rate scheduler, part of the state of this run.
@@ -232,6 +264,7 @@ class World:
         """Collective: the training data; for each step, this worker's micro-batches.
 
             for batches in world.steps(dataset, global_batch=64):
+                optimizer.zero_grad()
                 for x, y in batches:
                     loss_of(model(x), y).backward()      # the mean over the micro-batch
                 optimizer.step()
@@ -338,12 +371,13 @@ def _check_collate(collate: Any) -> None:
                            "samples that returns a batch")  # fmt: skip
 
 
-def _check_kinds(model: Any, optimizer: Any) -> None:
-    """Raise `InvalidInput` unless `world.bind` was given a model and its optimizer, in this order."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            "model", type(model).__name__, "not a torch.nn.Module", "write world.bind(model, optimizer)")  # fmt: skip
-    if not isinstance(optimizer, Optimizer):
-        also = ', and world.register_state("scheduler", scheduler)' if isinstance(optimizer, LRScheduler) else ""
-        raise InvalidInput("optimizer", type(optimizer).__name__, "not a torch.optim.Optimizer",
-                           f"write world.bind(model, optimizer){also}")  # fmt: skip
+def _check_kinds(things: Sequence[Any]) -> None:
+    """Raise `InvalidInput` unless `world.bind` was given models and optimizers."""
+    if not things:
+        raise InvalidInput("bind", "nothing", "there is nothing to train", "write world.bind(model, optimizer)")
+    for thing in things:
+        if not isinstance(thing, nn.Module | Optimizer):
+            also = ', and world.register_state("scheduler", scheduler)' if isinstance(thing, LRScheduler) else ""
+            raise InvalidInput(
+                "bind", type(thing).__name__, "neither a torch.nn.Module nor a torch.optim.Optimizer",
+                f"write world.bind(model, optimizer){also}")  # fmt: skip

@@ -60,6 +60,7 @@ def hit():
         os.kill(os.getpid(), getattr(signal, act))
 
 for batches in world.steps(data, global_batch=12, micro_batch=3, steps=last, seed=1):
+    optimizer.zero_grad()
     (here / f"back-{place}").touch() if batches.step > HIT else None
     for x, y in batches:
         F.mse_loss(model(x), y).backward()
@@ -156,6 +157,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 model, optimizer = world.bind(model, optimizer)
 place = str(world.rank)
 for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, steps=200):
+    optimizer.zero_grad()
     for x in batches:
         model(x).square().mean().backward()
     optimizer.step()
@@ -163,7 +165,7 @@ for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, s
         sys.exit(0)
 sys.exit(0)
 """
-INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
+INSIDE = "user code called sys.exit(0) on leaving.py:18 <module>"
 
 
 @pytest.mark.short(1)
@@ -199,6 +201,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 model, optimizer = world.bind(model, optimizer)
 together = 0
 for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, steps=1_000_000):
+    optimizer.zero_grad()
     for x in batches:
         model(x).square().mean().backward()
     optimizer.step()

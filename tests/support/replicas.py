@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,9 +21,8 @@ def replica_of(
     comm: Communicator,
     sync: Synchronizer,
     compress: Compressor,
-    on_gradient: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Replica:
     """All of `model` on each worker of `comm`; `options` as of `ReplicaOptions`."""
     groups = ProcessGroups.replicated(comm)
-    return Replica(LocalModel.whole(model), optimizer, groups, sync, compress, ReplicaOptions(**options), on_gradient)
+    return Replica(LocalModel.whole(model), optimizer, groups, sync, compress, ReplicaOptions(**options))

@@ -215,8 +215,6 @@ def test_there_are_no_hooks_where_no_weights_are_in_flight() -> None:
         assert simulate(2, hooks, sync) == [0, 0]
     for options in ({"overlap": False}, {"lazy": False}):
         assert simulate(2, partial(hooks, **options), SMALL) == [0, 0]
-    loop = partial(hooks, on_gradient=print)  # a user's own, where changes of buffers are followed
-    assert simulate(2, loop, SMALL) == simulate(2, loop, AllReduce())
     assert simulate(1, hooks, SMALL) == [0]  # a single replica has no server
 
 
@@ -232,7 +230,7 @@ def test_hooks_are_removed_and_the_model_can_be_copied_with_them() -> None:
     simulate(2, run)
 
 
-def test_a_users_own_loop_finds_the_weights_right_after_the_step() -> None:
+def test_weights_that_are_not_lazy_are_there_right_after_the_step() -> None:
     def run(comm: Simulated, sync: Synchronizer, **options: Any) -> list[str]:
         seen = []
         torch.manual_seed(0)
@@ -244,7 +242,6 @@ def test_a_users_own_loop_finds_the_weights_right_after_the_step() -> None:
         return seen
 
     expected = simulate(2, run, AllReduce())
-    assert simulate(2, partial(run, on_gradient=lambda name: None), SMALL, link=SLOW) == expected
     assert simulate(2, partial(run, lazy=False), SMALL, link=SLOW) == expected
     assert simulate(2, run, SMALL, link=SLOW) != expected  # else this would show nothing
 

@@ -121,15 +121,15 @@ def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
 
-def test_a_second_backward_that_nobody_announced_adds_up_or_is_refused_with_the_cure() -> None:
+@pytest.mark.parametrize("options", [{}, {"sync": SMALL}], ids=str)
+def test_gradients_of_several_backward_passes_before_a_step_add_up(options) -> None:
     def twice(world, model, optimizer) -> None:
         for step in range(2):
-            loss_of(model, *samples(step, 1)).backward()
+            loss_of(model, *samples(2 * step + world.rank, 1)).backward()
 
-    expected = gradient(*samples(0, 1)) + gradient(*samples(1, 1))
-    torch.testing.assert_close(simulate(2, one_step, twice)[0], expected)
-    with pytest.raises(UnisonoError, match=r"backward ran again before the step .* number of backward passes"):
-        simulate(2, lambda comm: one_step(comm, twice, sync=SMALL))
+    expected = sum(gradient(*samples(step, 1)) for step in range(4)) / 2
+    for moved in simulate(2, lambda comm: one_step(comm, twice, **options)):
+        torch.testing.assert_close(moved, expected)
 
 
 def test_two_forward_passes_and_one_backward() -> None:
@@ -157,15 +157,21 @@ def test_a_worker_without_a_backward_pass_counts_as_a_zero_and_nobody_hangs(firs
         torch.testing.assert_close(moved, gradient(*samples(0, 1)) / 2)
 
 
-def test_a_gradient_that_the_user_puts_there_is_averaged_too() -> None:
-    def by_hand(world, model, optimizer) -> None:
+def test_a_gradient_that_the_user_sets_is_averaged_when_asked_for_and_else_refused() -> None:
+    def by_hand(world, model, optimizer, averages: bool = True) -> None:
         x, y = samples(world.rank, 1)
         found = torch.autograd.grad(
             F.mse_loss(model[4](model[3](model[2](model[1](model[0](x))))), y), model.parameters()
         )
         for parameter, value in zip(model.parameters(), found):
             parameter.grad = value
+        if averages:
+            world.average_gradients()
 
+    with pytest.raises(
+        InvalidInput, match=r"grad = 0\.weight: it was set without a backward pass, .* call world\.average"
+    ):
+        simulate(2, one_step, partial(by_hand, averages=False))
     expected = (gradient(*samples(0, 1)) + gradient(*samples(1, 1))) / 2
     for moved in simulate(2, one_step, by_hand):
         torch.testing.assert_close(moved, expected)
@@ -213,26 +219,31 @@ def test_close_leaves_model_and_optimizer_as_they_were() -> None:
         simulate(2, run, scheduled)
 
 
-def test_what_becomes_trainable_after_bind_is_refused_and_what_is_frozen_stays() -> None:
-    def run(comm, thaw: bool) -> torch.Tensor:
-        def work(world, model, optimizer) -> None:
-            loss_of(model, *samples(0, 1)).mul(0.0).backward()
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_layer_is_frozen_and_trained_as_in_plain_pytorch(size) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: Callable[[int], list]) -> torch.Tensor:
+        model[0].weight.requires_grad_(False)
+        for step in range(6):
+            model[0].weight.requires_grad_(step in (2, 3))
+            model[2].weight.requires_grad_(step != 3)
+            optimizer.zero_grad()
+            for x, y in share(step):
+                (loss_of(model, x, y) / len(share(step))).backward()
             optimizer.step()
-            model[0].weight.requires_grad_(thaw)
-            loss_of(model, *samples(0, 1)).backward()
+        return weights(model)
 
-        world, model = world_of(comm), net()
-        model[0].weight.requires_grad_(not thaw)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        world.bind(model, optimizer)
-        before = model[0].weight.clone()
-        work(world, model, optimizer)
-        optimizer.step()
-        return (model[0].weight - before).abs().max()
+    def run(comm) -> torch.Tensor:
+        world, model = world_of(comm), net(comm.rank)
+        model[0].weight.requires_grad_(False)
+        model, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()))
+        mine = slice(comm.rank * SHARE, (comm.rank + 1) * SHARE)
+        return train(model, optimizer, lambda step: [[t[mine] for t in samples(step, size)]])
 
-    assert simulate(2, run, False) == [0.0, 0.0]
-    with pytest.raises(InvalidInput, match=r"optimizer = 0\.weight: it has a gradient, but was frozen"):
-        simulate(2, run, True)
+    model = net()
+    parts = lambda step: list(zip(*(t.chunk(size) for t in samples(step, size))))
+    expected = train(model, MAKERS["sgd"](model.parameters()), parts)
+    for found in simulate(size, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad])
@@ -377,6 +388,7 @@ def dealt(world: World, build: Callable = noisy, micro_batch: int = 3, **options
     world.bind(model, optimizer, **options)
     losses = []
     for batches in world.steps(data(), global_batch=12, micro_batch=micro_batch, steps=5, seed=1):
+        optimizer.zero_grad()
         total, count = 0.0, 0
         for x, y in batches:
             loss = loss_of(model, x, y)
@@ -406,6 +418,7 @@ def test_samples_that_no_step_reaches_are_told_once(caplog) -> None:
         world, taken = world_of(comm), 0
         model, optimizer = bound(world)
         for batches in world.steps(data(45), global_batch=8, **length):
+            optimizer.zero_grad()
             for x, y in batches:
                 loss_of(model, x, y).backward()
             taken += optimizer.step()
@@ -442,24 +455,26 @@ def test_batches_that_do_not_fit_are_named(dataset, sizes, words) -> None:
         simulate(3, run)
 
 
-def no_step(world, model, optimizer, batches) -> None:
-    for x, y in batches:
-        loss_of(model, x, y).backward()
-
-
 def half_a_step(world, model, optimizer, batches) -> None:
     loss_of(model, *next(batches)).backward()
     optimizer.step()
 
 
-def with_closure(world, model, optimizer, batches) -> None:
-    optimizer.step(lambda: None)
+def zero_in_between(world, model, optimizer, batches) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+    optimizer.step()
+
+
+def half_a_pass(world, model, optimizer, batches) -> None:
+    loss_of(model, *next(batches)).backward()
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [(no_step, r"asked for before optimizer.step\(\)"), (half_a_step, "before all micro-batches of this worker"),
-     (with_closure, "closure = .* cannot run it again")],
+    [(half_a_step, "before all micro-batches of this worker"), (half_a_pass, "before all micro-batches of this worker"),
+     (zero_in_between, r"zero_grad\(\) between the micro-batches of a step would discard")],
 )  # fmt: skip
 def test_a_loop_that_would_compute_something_else_is_refused(body, words) -> None:
     def run(comm) -> None:
@@ -478,7 +493,7 @@ def test_the_order_of_calls_is_checked() -> None:
         with pytest.raises(UnisonoError, match=r"call world\.bind"):
             next(iter(world.steps(data(), global_batch=8)))
         _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()))
-        with pytest.raises(UnisonoError, match="one world trains one model"):
+        with pytest.raises(InvalidInput, match="bind = SGD: this optimizer is bound already"):
             world.bind(model, optimizer)
         loss_of(model, *samples(0, 1)).backward()
         optimizer.step()
@@ -497,6 +512,7 @@ def test_a_micro_batch_without_a_backward_pass_adds_a_zero(left_out) -> None:
         before = weights(model)
         _, optimizer = world.bind(model, torch.optim.SGD(model.parameters(), 1.0), compress=Exact())
         for batches in world.steps(data(), global_batch=12, micro_batch=3, steps=1):
+            optimizer.zero_grad()
             for m, (x, y) in enumerate(batches, start=2 * comm.rank if comm.size == 2 else 0):
                 loss = loss_of(model, x, y)
                 if m != left_out:
@@ -565,6 +581,7 @@ def test_in_steps_it_is_the_same_on_any_number_of_workers(name) -> None:
         world, model = world_of(comm), normed()
         _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()), compress=Exact())
         for batches in world.steps(data(), global_batch=12, micro_batch=3, steps=STEPS):
+            optimizer.zero_grad()
             if batches.step == 2 and change:
                 with torch.no_grad():
                     (CHANGES | PASSES)[name](model)
@@ -613,30 +630,44 @@ def test_a_bound_model_may_be_copied_and_saved(planned) -> None:
     assert all(torch.equal(each, expected) for each in found)
 
 
-def test_a_forward_pass_with_other_weights_is_refused_with_the_reason() -> None:
-    def run(comm) -> None:
-        model, _ = bound(world_of(comm))
-        other = {name: p * 2 for name, p in model.named_parameters()}
-        torch.func.functional_call(model, other, (samples(0, 1)[0],))
+def test_a_forward_pass_with_other_weights_has_gradients_of_the_own_ones() -> None:
+    def work(world, model, optimizer) -> None:
+        doubled = {name: p * 2 for name, p in model.named_parameters()}
+        x, y = samples(world.rank, 1)
+        F.mse_loss(torch.func.functional_call(model, doubled, (x,)), y).backward()
+
+    model = net()
+    for rank in range(2):
+        doubled = {name: p * 2 for name, p in model.named_parameters()}
+        x, y = samples(rank, 1)
+        (F.mse_loss(torch.func.functional_call(model, doubled, (x,)), y) / 2).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    for moved in simulate(2, one_step, work):
+        torch.testing.assert_close(moved, expected)
+
+
+def test_a_parameter_that_joins_the_optimizer_later_is_one_of_a_model_or_refused() -> None:
+    def run(comm, bound_too: bool) -> torch.Tensor:
+        world, model = world_of(comm), net()
+        model, optimizer = world.bind(model, torch.optim.SGD(model.parameters(), 0.1))
+        loss_of(model, *samples(comm.rank, 1)).backward()
+        optimizer.step()
+        torch.manual_seed(comm.rank)
+        late = nn.Linear(1, 1)
+        if bound_too:
+            model.append(late)
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": late.parameters()})
+        loss_of(model, *samples(comm.rank, 1)).backward()
+        optimizer.step()
+        return torch.cat([weights(model), weights(late)])
 
     with pytest.raises(
-        UnisonoError, match=r"the first forward pass has other tensors in place of .*functional_call does"
+        InvalidInput, match=r"optimizer = \(1, 1\): a parameter of this shape is not one of the model's"
     ):
-        simulate(2, run)
-
-
-def test_a_parameter_that_joins_the_optimizer_later_is_named_for_what_it_is() -> None:
-    def run(comm) -> None:
-        model, optimizer = bound(world_of(comm))
-        loss_of(model, *samples(0, 1)).backward()
-        optimizer.step()
-        late = nn.Parameter(torch.ones(7))
-        optimizer.add_param_group({"params": [late]})
-        late.sum().backward()
-        optimizer.step()
-
-    with pytest.raises(InvalidInput, match=r"optimizer = \(7,\): a parameter of this shape is not one of the model's"):
-        simulate(2, run)
+        simulate(2, run, False)
+    one, other = simulate(2, run, True)
+    assert torch.equal(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -663,11 +694,6 @@ def bound(world: World, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
     return world.bind(model, MAKERS["sgd"](model.parameters()), **options)
 
 
-def swapped(world: World) -> None:
-    model = net()
-    world.bind(MAKERS["sgd"](model.parameters()), model)
-
-
 def scheduler_as_optimizer(world: World) -> None:
     model = net()
     world.bind(model, torch.optim.lr_scheduler.StepLR(MAKERS["sgd"](model.parameters()), 1))
@@ -675,7 +701,16 @@ def scheduler_as_optimizer(world: World) -> None:
 
 def closing(world: World) -> None:
     model = net()
-    world.bind(model, torch.optim.LBFGS(model.parameters()))
+    world.bind(model, torch.optim.LBFGS(model.parameters()), sync=LocalSGD(2))
+
+
+def two_models(world: World) -> None:
+    world.bind(net(), net(), sync=LocalSGD(2))
+
+
+def other_options(world: World) -> None:
+    bound(world)
+    bound(world, compress=Exact())
 
 
 def stepping(world: World, **options) -> None:
@@ -694,10 +729,11 @@ def stepping(world: World, **options) -> None:
      (partial(bound, backward_passes=0), "backward_passes = 0: below 1; use 1 or more"),
      (partial(bound, backward_passes=1.5), "backward_passes = 1.5: not a whole number"),
      (partial(bound, overlap=1), "overlap = 1: not true or false"),
-     (swapped, r"model = SGD: not a torch\.nn\.Module; write world\.bind\(model, optimizer\)"),
-     (scheduler_as_optimizer, r"optimizer = StepLR: not a torch\.optim\.Optimizer; write world\.bind\(model, "
+     (scheduler_as_optimizer, r"bind = StepLR: neither a torch\.nn\.Module nor a torch\.optim\.Optimizer; write world\.bind\(model, "
       r"optimizer\), and world\.register_state\(\"scheduler\", scheduler\)"),
      (closing, "optimizer = LBFGS: its step runs the model several times, through closure, which workers cannot"),
+     (two_models, "bind = 2 new models and 0 optimizers: LocalSGD.* bind one of each in a call"),
+     (other_options, "bind = LoopOptions.*: an earlier call was given .*; give all calls the same"),
      (partial(stepping, load=4), r"load = 4: not one of Inline, Threads, Processes; write it as in load=Inline\(\)"),
      (partial(stepping, steps=-1), "steps = -1: below 1"),
      (partial(stepping, epochs=0), "epochs = 0: not a positive number"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,13 @@ from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput
 
 
-def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
+def start_alike(
+    comm: Communicator, model: nn.Module, optimizer: Optimizer, known: Collection[int] = frozenset()
+) -> None:
     """Collective: give all workers of `comm` the weights and the optimizer state of worker 0.
+
+    Args:
+        known: identities of tensors that are equal on all workers already, and are not written.
 
     Raises:
         InvalidInput: their models, or the groups of their optimizers, differ.
@@ -27,7 +32,8 @@ def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> N
     check_optimizers(comm, model, optimizer)
     with torch.no_grad():
         for _, tensor in sorted(weights_of(model).items()):
-            tensor.copy_(comm.broadcast(tensor.detach().clone()).wait())
+            if id(tensor) not in known:
+                tensor.copy_(comm.broadcast(tensor.detach().clone()).wait())
     _share_state(comm, model, optimizer)
 
 

@@ -34,6 +34,10 @@ class ExtraState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._stateful: dict[str, Stateful] = {_GROUPS: _Groups(optimizer)}
 
+    def replace_optimizer(self, optimizer: Optimizer) -> None:
+        """The hyperparameters are those of `optimizer` from now on."""
+        self._stateful[_GROUPS] = _Groups(optimizer)
+
     def add(self, name: str, stateful: Stateful) -> None:
         """Register `stateful` as `name`.
 

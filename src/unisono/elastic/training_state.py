@@ -26,7 +26,7 @@ class TrainingState:
     Attributes:
         progress: the steps that are in model and optimizer.
         joined: whether this is a state of the run: received, loaded or agreed on in a view.
-        snapshot: with local steps and recovery, the state of the last synchronization.
+        snapshot: of the state of the last commit, where a step changes the state before it is committed.
     """
 
     def __init__(
@@ -76,7 +76,11 @@ class TrainingState:
     def allow_roll_back(self) -> None:
         """Steps may be lost with a worker: with local steps, each `commit` takes a snapshot from now on."""
         if self.local_steps:
-            self.snapshot = self.snapshot or Snapshot()
+            self.take_snapshots(True)
+
+    def take_snapshots(self, wanted: bool) -> None:
+        """Whether each `commit` takes a snapshot from now on, since a step may change the state before it counts."""
+        self.snapshot = (self.snapshot or Snapshot()) if wanted else None
 
     def broadcast_initial(self, comm: Communicator) -> None:
         """Collective: all workers of `comm` start from the weights and the optimizer state of the first.

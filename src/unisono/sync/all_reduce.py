@@ -18,6 +18,7 @@ from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
 from unisono.sync.bucket_reduction import BucketedReduction, ReduceFunction, RoundMeans, mean
+from unisono.sync.gradient_memory import GradientMemory
 from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
 
@@ -68,10 +69,13 @@ _HOW: dict[str, ReduceFunction] = {"mean": mean, "adasum": adasum}
 class BoundAllReduce(BoundSynchronizer):
     """The bound `AllReduce`; see `BoundSynchronizer` for the order of calls."""
 
+    gradients_only = True
+
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str] = frozenset()
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
+        self._memory = GradientMemory()
 
     def begin(self) -> None:
         self._reduction.begin()
@@ -98,7 +102,7 @@ class BoundAllReduce(BoundSynchronizer):
         self._reduction.load_residuals(residuals)
 
     def settle(self) -> MeanGradient:
-        return MeanGradient(self._parameters, self._reduction, self._sparse)
+        return MeanGradient(self._parameters, self._reduction, self._sparse, self._memory)
 
 
 class MeanGradient:
@@ -107,9 +111,14 @@ class MeanGradient:
     agreed = True
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        reduction: BucketedReduction,
+        sparse: frozenset[str],
+        memory: GradientMemory,
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
+        self._memory, self._written = memory, False
         self._mean: RoundMeans = reduction.wait()
         self.control = self._mean.control
 
@@ -120,8 +129,15 @@ class MeanGradient:
             return math.sqrt(math.fsum(float(g.norm()) ** 2 for g in counted))
         return math.sqrt(math.fsum(n * n for n in self._mean.norms()))
 
+    def write(self, scale: float = 1.0) -> None:
+        self._written = True
+        self._memory.write(self._mean, scale, self._parameters, self._sparse)
+
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Set every ``grad`` to ``scale * mean`` (None if no worker used the parameter), step, reset every ``grad``."""
+        if self._written:
+            self._reduction.commit()
+            return step()
         for name, gradient in self._mean.results(scale).items():
             sparse = gradient is not None and name in self._sparse
             self._parameters[name].grad = gradient.to_sparse(1) if gradient is not None and sparse else gradient

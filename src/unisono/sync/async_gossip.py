@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -188,7 +188,7 @@ class BoundAsyncGossip(BoundSynchronizer):
 
     def settle(self) -> AsyncGossipStep:
         self._receive_answer()
-        return AsyncGossipStep(self, self._parameters, self._gradients.settle().control)
+        return AsyncGossipStep(self, self._gradients.settle())
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem] | None:
         every = self._synchronize_every
@@ -257,15 +257,20 @@ class BoundAsyncGossip(BoundSynchronizer):
         return mean(self._actor.weights(), self._comm)
 
 
-class AsyncGossipStep(LocalMean):
+class AsyncGossipStep:
     """The update of one step; a `PendingUpdate`. Work is leased, so control words are never agreed in it."""
 
     agreed = False
 
-    def __init__(self, gossip: BoundAsyncGossip, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
-        super().__init__(parameters, control)
-        self._gossip = gossip
+    def __init__(self, gossip: BoundAsyncGossip, mean: LocalMean) -> None:
+        self._gossip, self._mean, self.control = gossip, mean, mean.control
+
+    def norm(self, without: Collection[str] = ()) -> float:
+        return self._mean.norm(without)
+
+    def write(self, scale: float = 1.0) -> None:
+        self._mean.write(scale)
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Take the step from the current, mixed weights of this replica."""
-        return self._gossip.take_step(lambda: super(AsyncGossipStep, self).apply(step, scale))
+        return self._gossip.take_step(lambda: self._mean.apply(step, scale))

@@ -230,6 +230,17 @@ class RoundMeans:
         self._buckets, self.means, self.control = buckets, means, control
         self._used = [True] * used.numel() if not used.numel() or used.min() > 0 else (used > 0).tolist()
 
+    @property
+    def used(self) -> dict[str, bool]:
+        """Whether any worker added to the mean, by name."""
+        names = (span.name for bucket in self._buckets for span in bucket.plan.spans)
+        return dict(zip(names, self._used))
+
+    @property
+    def plans(self) -> list[BucketPlan]:
+        """The plans of the buckets that have parameters, in the order of `flats`."""
+        return [bucket.plan for bucket in self._buckets if bucket.plan.spans]
+
     def norms(self) -> list[float]:
         """The 2-norm of each bucket."""
         return [float(flat.norm()) for flat in self.flats()]

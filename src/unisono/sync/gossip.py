@@ -17,7 +17,7 @@ algorithm 2; see `peer_estimate`). Each edge carries the part ``gamma * W[i][j]`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,7 @@ class BoundGossip(BoundSynchronizer):
         control: int,
     ) -> None:
         self._gradients, self._parameters, self.comm = LocalGradients(parameters), parameters, comm
-        self._zero_control = [0.0] * control
+        self.zero_control = [0.0] * control
         self._topology, self._synchronize_every = value.topology, value.synchronize_every
         self._period = self._topology.period(comm.size)
         self._push_sum = self._topology.directed if value.push_sum is None else value.push_sum
@@ -131,7 +131,7 @@ class BoundGossip(BoundSynchronizer):
     def settle(self) -> GossipStep:
         self._start()
         self._poll()
-        return GossipStep(self, self._parameters, self._gradients.settle().control or self._zero_control)
+        return GossipStep(self, self._gradients.settle())
 
     def synchronize(self) -> None:
         self._discard()
@@ -243,13 +243,19 @@ class BoundGossip(BoundSynchronizer):
         return gamma(min(self._sent[peer].fidelity[bucket], self._received[peer].fidelity[bucket]), self._period)
 
 
-class GossipStep(LocalMean):
+class GossipStep:
     """The update of one step of synchronous gossip; a `PendingUpdate`."""
 
-    def __init__(self, gossip: BoundGossip, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
-        super().__init__(parameters, control)
-        self._gossip = gossip
+    def __init__(self, gossip: BoundGossip, mean: LocalMean) -> None:
+        self._gossip, self._mean = gossip, mean
+        self.control = mean.control or gossip.zero_control
         self.agreed = gossip.comm.size == 1
+
+    def norm(self, without: Collection[str] = ()) -> float:
+        return self._mean.norm(without)
+
+    def write(self, scale: float = 1.0) -> None:
+        self._mean.write(scale)
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Exchange control words if they are due, mix, and take the step."""
@@ -257,4 +263,4 @@ class GossipStep(LocalMean):
             words = torch.tensor(self.control, dtype=torch.float64)
             self.control = self._gossip.comm.sum(words).wait().tolist()
             self.agreed = True
-        return self._gossip.mix_and_step(lambda: super(GossipStep, self).apply(step, scale))
+        return self._gossip.mix_and_step(lambda: self._mean.apply(step, scale))

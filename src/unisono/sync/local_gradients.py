@@ -22,6 +22,7 @@ class LocalGradients(BoundSynchronizer):
     """
 
     local_gradients = True
+    gradients_only = True
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -30,8 +31,6 @@ class LocalGradients(BoundSynchronizer):
     def begin(self) -> None:
         self._control: list[float] = []
         self._offered: dict[str, Tensor] = {}
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def close(self, control: list[float], weight: float = 1.0) -> None:
         self._control = control
@@ -44,31 +43,49 @@ class LocalGradients(BoundSynchronizer):
             self._offered[name] = mine
 
     def settle(self) -> LocalMean:
-        for name, gradient in self._offered.items():
-            self._parameters[name].grad = gradient
-        return LocalMean(self._parameters, self._control)
+        return LocalMean(self._parameters, self._control, self._offered)
 
 
 class LocalMean:
-    """The mean gradient of one replica; a `PendingUpdate`."""
+    """The mean gradient of one replica; a `PendingUpdate`.
+
+    Args:
+        offered: the gradients by name; empty: they are in the parameters.
+    """
 
     agreed = True
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], control: list[float], offered: Mapping[str, Tensor]
+    ) -> None:
         self._parameters, self.control = parameters, control
-        self._gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        self._offered, self._written = dict(offered), False
 
     def norm(self, without: Collection[str] = ()) -> float:
-        counted = [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in without]
+        gradients = self._offered or {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        counted = [gradient for name, gradient in gradients.items() if name not in without]
         if not counted:
             return 0.0
         dense = [g.coalesce().values() if g.is_sparse else g for g in counted]
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)).double()))
 
-    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Scale the gradients in place, and step."""
+    def write(self, scale: float = 1.0) -> None:
+        self._written = True
         if scale != 1.0:
-            for gradient in self._gradients:
+            held = (p.grad for p in self._parameters.values() if p.grad is not None)
+            for gradient in self._offered.values() or held:
                 gradient.mul_(scale)
-        self._gradients.clear()  # so that a reference to this update does not keep the gradients in memory
-        return step()
+        for name, gradient in self._offered.items():
+            parameter = self._parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient  # either may be sparse
+        self._offered.clear()  # so that a reference to this update does not keep the gradients in memory
+
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        if self._written:
+            return step()
+        self.write(scale)
+        try:
+            return step()
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None

@@ -238,6 +238,9 @@ class PeriodicStep:
     def norm(self, without: Collection[str] = ()) -> float:
         return self._update.norm(without)
 
+    def write(self, scale: float = 1.0) -> None:
+        self._update.write(scale)
+
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Take the optimizer's step, then make the exchanges that are due.
 

@@ -42,11 +42,18 @@ class PendingUpdate(Protocol):
         Under a synchronous algorithm it has the same bits on every worker; else it is that of this worker's own mean.
         """
 
+    def write(self, scale: float = 1.0) -> None:
+        """Add ``scale * mean gradient`` to the parameters' ``grad``, in memory that only this worker uses.
+
+        A ``grad`` that is None, of a parameter that no worker used, stays None. Not with `optimizer_on_server`.
+        """
+
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Take the step of ``scale * mean gradient``, and return what `step` returns.
 
-        The gradient is in the parameters' ``grad`` during `step`, and removed afterwards. With `optimizer_on_server`,
-        the servers take the step, and `step` is not called.
+        The gradient is in the parameters' ``grad`` during `step`, and removed afterwards. After `write`, the step is
+        that of the gradients as they are then, and they stay. With `optimizer_on_server`, the servers take the step,
+        and `step` is not called.
         """
 
 
@@ -60,6 +67,8 @@ class BoundSynchronizer(ABC):
         synchronous: replicas are equal after every `apply`, and every `PendingUpdate` is agreed from the start.
         local_gradients: the mean gradient is this worker's own. It may then stay where autograd adds it up: a caller
             that weights the losses need not `offer`.
+        gradients_only: nothing is exchanged but gradients, so that a step without an optimizer's step, or with several,
+            needs no further call. Under others, every `PendingUpdate` is applied, on all workers alike.
         optimizer_on_server: the optimizer's state is elsewhere, and `synchronize` fetches it.
         lazy_parameters: weights may still be in flight after `apply`; call `wait_parameters` before they are read.
         local_weight: the weight of this replica where replicas average what is local to each (optimizer state,
@@ -68,6 +77,7 @@ class BoundSynchronizer(ABC):
 
     synchronous: bool = True
     local_gradients: bool = False
+    gradients_only: bool = False
     optimizer_on_server: bool = False
     lazy_parameters: bool = False
     local_weight: float | None = None

@@ -61,10 +61,10 @@ class StageBuffers:
         if stage in self._stages:
             self._stages[stage].before()
 
-    def after(self, micro_batch: int, stage: int = 0) -> None:
+    def after(self, micro_batch: int, stage: int = 0, *, ran: bool = True) -> None:
         """See `BufferSync.after`."""
         if stage in self._stages:
-            self._stages[stage].after(micro_batch)
+            self._stages[stage].after(micro_batch, ran=ran)
 
     def begin(self) -> None:
         """See `BufferSync.begin`."""
@@ -143,6 +143,7 @@ class BufferSync:
         """Begin a step: remember the buffers that it starts from."""
         self._remember()
         self._may_adopt, self._before_called, self._changed = self._adopts, False, 0
+        self._ran = False
         self._rows: dict[int, Tensor] = {}
         self._work: Work[Tensor] | None = None
 
@@ -150,21 +151,29 @@ class BufferSync:
         """Before the forward pass of a micro-batch: restore the buffers that the step starts from."""
         if self._may_adopt:
             self._adopt()
-        self._before_called = True
+        self._before_called, self._ran = True, False
         if self._probing:
             self._probed_values = [slot.tensor.clone() for slot in self._unwritten]
         self._restore()
 
-    def after(self, micro_batch: int) -> None:
-        """After the forward pass of a micro-batch: collect the values of the buffers."""
+    def after(self, micro_batch: int, *, ran: bool = True) -> None:
+        """After the forward pass of a micro-batch: collect the values of the buffers.
+
+        Args:
+            ran: whether there certainly was a forward pass; if not, it is known from the hooks.
+        """
+        if not (ran or self._ran):
+            return
         self._may_adopt = False
         if self._probing:
             self._find_written()
-        values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
-        if values:
+        if values := self._values():
             # A digest of the user's changes; and 1.0, which marks the row as present.
             trailer = torch.tensor([self._changed, 1.0], dtype=torch.float64, device=values[0].device)
             self._rows[micro_batch] = _flat([*values, trailer])
+
+    def _values(self) -> list[Tensor]:
+        return [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
 
     def undo(self) -> None:
         """Restore the buffers from the start of the step, without waiting for other workers."""
@@ -174,12 +183,14 @@ class BufferSync:
 
     def send(self) -> None:
         """After this worker's last forward pass: start sharing its rows; backward can run meanwhile."""
+        if self._may_adopt and not self._rows:
+            self._adopt()
         if self._comm is None:
             rows = [self._rows[m] for m in sorted(self._rows)]
             self._work = Finished(torch.stack(rows).view(-1)) if rows else None
-        elif self._rows:
-            first = next(iter(self._rows.values()))
-            table = first.new_zeros(self._count, first.numel())
+        elif width := sum(value.numel() for value in self._values()):
+            device = self._values()[0].device
+            table = torch.zeros(self._count, width + 2, dtype=torch.float64, device=device)
             for micro_batch, row in self._rows.items():
                 table[micro_batch] = row
             # Adding 0.0 turns -0.0 into 0.0, as the sum with other workers' zeros does.
@@ -199,7 +210,9 @@ class BufferSync:
         count = self._count if self._comm is not None else len(self._rows)
         table, at = self._work.wait().view(count, -1).cpu(), 0
         table = table[table[:, -1] > 0]  # with local steps a replica has only some micro-batches of a step
-        if len(table) and (table[:, -2] != table[0, -2]).any():
+        if not len(table):
+            return
+        if (table[:, -2] != table[0, -2]).any():
             raise UnisonoError("buffers were changed between two steps, but not equally on all workers: change them on "
                                "every worker, to the same values")  # fmt: skip
         for layer in self._layers:
@@ -225,6 +238,7 @@ class BufferSync:
         """A forward pass begins: adopt the buffers if it is the first one of the step after `before`."""
         if torch.compiler.is_compiling():  # tracing this would cause a graph break; `before` has adopted what it can
             return
+        self._ran = self._ran or self._model.training
         if self._may_adopt and self._before_called and self._model.training:
             self._adopt()
             self._may_adopt = False

@@ -21,6 +21,7 @@ from unisono.elastic.agreement import start_alike
 from unisono.elastic.model_state import names_of, state_of
 from unisono.elastic.state_transfer import Progress
 from unisono.trainer.checkpoint_restorer import RESIDUAL, CheckpointRestorer, CheckpointScope, RestoredState
+from unisono.trainer.loop_models import LoopModels
 from unisono.trainer.replica import Replica
 
 EXTRA = "kept/"
@@ -60,7 +61,7 @@ class Checkpointer:
         self.restored = RestoredState(0, {}, {})
         self._holders: list[dict[str, TensorShard]] | None = None  # the shards that each worker has
         self._writes_residuals = False
-        self._replica: Replica | None = None
+        self._replica: Replica | LoopModels | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
         self.last = self.committed = 0
         self._prepared = False
@@ -114,7 +115,7 @@ class Checkpointer:
         self.last = self.committed = restored.step
         return restored.step
 
-    def bind(self, replica: Replica) -> None:
+    def bind(self, replica: Replica | LoopModels) -> None:
         """Collective: checkpoints contain the state of `replica` from now on, which continues from `restored`."""
         self._replica = replica
         if self.restored.shared:

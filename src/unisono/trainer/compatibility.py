@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +14,7 @@ from unisono.data import MicroBatchPlan
 from unisono.errors import InvalidInput
 from unisono.layout import RankMesh
 from unisono.notation import show
-from unisono.sync import AllReduce
+from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_optimizer
 
 
@@ -24,6 +26,37 @@ def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if id(parameter) not in own:
                 raise foreign_parameter(parameter)
+
+
+def check_loop(
+    models: Sequence[nn.Module],
+    new_models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    new_optimizers: Sequence[Optimizer],
+    sync: Synchronizer,
+) -> None:
+    """Raise `InvalidInput` if the models and optimizers of a custom loop do not fit each other or `sync`.
+
+    Args:
+        models: all, with the new ones.
+        optimizers: those that were bound before.
+    """
+    for model in new_models:
+        check_trainable(model)
+    for optimizer in new_optimizers:
+        if any(optimizer is each for each in optimizers):
+            raise InvalidInput("bind", type(optimizer).__name__, "this optimizer is bound already", "leave it out")
+        own = {id(p) for model in models for p in model.parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in own:
+                raise foreign_parameter(parameter)
+    if not isinstance(sync, AllReduce) and (len(new_models), len(new_optimizers)) != (1, 1):
+        raise InvalidInput(
+            "bind", f"{len(new_models)} new models and {len(new_optimizers)} optimizers",
+            f"{show(sync)} exchanges after the steps of one optimizer of one model",
+            "bind one of each in a call, or use AllReduce()")  # fmt: skip
+    if not isinstance(sync, AllReduce):
+        check_optimizer(type(new_optimizers[0]))
 
 
 def foreign_parameter(parameter: Tensor) -> InvalidInput:

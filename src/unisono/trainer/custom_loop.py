@@ -1,145 +1,334 @@
-"""A model and an optimizer of the user's, while their own training loop belongs to a world.
+"""The models and optimizers of a user's own training loop, which take part in the steps of a world.
 
-The optimizer's `step` is replaced by one that takes the mean step of all workers. The loss of a worker is noticed in
-calls that the user's loop makes. Where the run can recover, they raise nothing: the view ends before the next step.
+Gradients are exchanged in the backward passes that the user's loop runs, and `optimizer.step` takes what is then in
+``grad``. Without a plan, every backward pass ends with an exchange. With the plan of `World.steps`, that of this
+worker's last micro-batch does.
+
+The loss of a worker is noticed in calls that the loop makes. Where the run can recover, they raise nothing: the step is
+void, all gradients are None, and the view ends before the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from unisono.comm.process_groups import ProcessGroups
+from unisono.comm import Communicator
+from unisono.config import takes_local_steps
 from unisono.data import Loader, WorkItem
+from unisono.elastic.agreement import start_alike
 from unisono.elastic.control_word import NUMBERS
+from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.loop_group import LoopGroup
+from unisono.elastic.model_state import weights_of
 from unisono.elastic.session import Session
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.view_loop import Attempt
 from unisono.errors import InvalidInput, UnisonoError
+from unisono.layout import LocalModel
+from unisono.notation import show
 from unisono.observe import ThreadTracker
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce
+from unisono.trainer.bound_optimizer import BoundOptimizer, Closure
+from unisono.trainer.compatibility import check_loop, foreign_parameter
 from unisono.trainer.duplicate_inputs import SameInputs
 from unisono.trainer.loop_checkpoint import LoopCheckpoints
+from unisono.trainer.loop_model import LoopModel, LoopOptions, LoopShape
+from unisono.trainer.loop_models import LoopModels
 from unisono.trainer.loop_views import LoopViews
 from unisono.trainer.model_hooks import before_forward
-from unisono.trainer.replica import Replica, ReplicaOptions, Step
+from unisono.trainer.optimizer_set import OptimizerSet
+from unisono.trainer.replica import copy_from
 
-
-class ReplacedStep:
-    """An optimizer's `step`, replaced by `step` until `restore`.
-
-    Attributes:
-        plain: the optimizer's own step.
-    """
-
-    def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], Any]) -> None:
-        self.plain, self._optimizer, self._own = optimizer.step, optimizer, optimizer.__dict__.get("step")
-
-        def replacement(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return step(closure)
-
-        if hasattr(self.plain, "_wrapped_by_lr_sched"):  # else a scheduler made earlier warns that it was lost
-            replacement._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
-        optimizer.step = MethodType(replacement, optimizer)  # type: ignore[method-assign]
-
-    def restore(self) -> None:
-        """Give the optimizer its own step back."""
-        if self._own is None:
-            self._optimizer.__dict__.pop("step", None)
-        else:
-            self._optimizer.step = self._own  # type: ignore[method-assign]
+T = TypeVar("T")
 
 
 class CustomLoop:
-    """One worker's model and optimizer in a loop of the user's own.
+    """One worker's models and optimizers in a loop of the user's own.
 
     Args:
         group: the workers.
-        state: with the user's model and optimizer.
-        backward_passes: before each step, where the loop does not take its data from `World.steps`.
-        options: the arguments of `World.bind` that `Replica` takes.
 
     Attributes:
         planned: whether `World.steps` assigns the data.
+        state: of all models and optimizers that are bound, as of one model and one optimizer.
+        models, optimizers: that are bound.
         views: the membership of this worker.
         checkpoints: of the loop.
     """
 
-    def __init__(
-        self, group: LoopGroup, watch: ThreadTracker, state: TrainingState, backward_passes: int,
-        options: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.group, self._watch, self.state = group, watch, state
-        self._model, self._optimizer = model, optimizer = state.model, state.optimizer
-        self._passes, self._options = backward_passes, options
-        self._replica: Replica | None = None
-        self.views = LoopViews(group, watch, state)
-        self.checkpoints = LoopCheckpoints(group, state, options)
-        # Of the current step: whether its data was given out, some of it was taken, and its last pass was seen.
-        self.planned = self._given = self._entered = self._last = self._leasing = False
-        self._micro_batches, self._reference_weight = 0, 0.0
-        self._forward_ended = True
-        # With no other worker and nothing to round, autograd's own gradients are the mean.
-        exact = all(options["compress"].is_lossless(p.dtype) for p in model.parameters() if p.requires_grad)
-        self._single = group.size == 1 and exact
-        self._replaced = ReplacedStep(optimizer, self.step)
-        # Data that the loop reads itself may be the same on all workers by mistake.
-        self._inputs = SameInputs(model, group.rank, group.size) if group.size > 1 else None
-        self._first_forward = before_forward(model.modules(), self._before_forward)
+    def __init__(self, group: LoopGroup, watch: ThreadTracker, options: LoopOptions) -> None:
+        self.group, self._watch, self._options = group, watch, options
+        self._passes = options.backward_passes
+        optimizer: Any = OptimizerSet([])
+        self.state = TrainingState(local_steps=takes_local_steps(options.sync), extra=ExtraState(optimizer))
+        self.models, self.optimizers = LoopModels(), list[BoundOptimizer]()
+        self.views = LoopViews(group, watch, self.state)
+        self.checkpoints = LoopCheckpoints(group, self.state, options)
+        self.planned = self._leasing = self._locally = False
+        self._shape: LoopShape | None = None
+        self._first_forward: list[RemovableHandle] = []
+        self._thaw_hooks: list[RemovableHandle] = []
+        self._flags: Communicator | None = None  # where workers may run out of data at different times
+        self._had_data = 0  # a rank that was among the last to have data
+        self._known = set[int]()  # the identities of tensors that all workers have alike
+        self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
+        self._begin_item()
+        self._task: int | None = None  # the backward pass that runs, by autograd's number
+        self._pass = 0  # of the backward passes before a step, without a plan
+
+    # ---- what is bound ----
+
+    def add(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], options: LoopOptions) -> None:
+        """See `World.bind`."""
+        if self.planned:
+            raise UnisonoError("world.bind came after world.steps: bind all models and optimizers before it")
+        if options != self._options:
+            raise InvalidInput("bind", options, f"an earlier call was given {self._options}", "give all calls the same")
+        known = [model.local.model for model in self.models]
+        new = [module for module in modules if not any(module is each for each in known)]
+        check_loop(known + new, new, [each.optimizer for each in self.optimizers], optimizers, options.sync)
+        self._agree([*known, *new], optimizers)
+        for module in new:
+            own = optimizers[0] if len(optimizers) == 1 else self.state.optimizer
+            local = LocalModel.whole(module)
+            self.models.add([LoopModel(local, {}, own, options, self.exchanges, self.on_gradient)])
+        self.optimizers += [
+            BoundOptimizer(optimizer, self.step, self.check_zero_grad, self.find_parameters) for optimizer in optimizers
+        ]
+        self.find_parameters()
+        if new and not known and self.group.size > 1:
+            self._inputs = SameInputs(new[0], self.group.rank, self.group.size)
+        if self._shape is not None:
+            fresh = [model for model in self.models if not model.bound]
+            self.models.bind(self.group.comm, self._shape)
+            self._begin_cycle(fresh)
+        else:
+            every = (each for module in new for each in module.modules())
+            self._first_forward += before_forward(every, self._before_forward)
+            for model in self.models if not self._alone else ():
+                model.attach()
+
+    def _agree(self, modules: Sequence[nn.Module], new_optimizers: Sequence[Optimizer]) -> None:
+        """Collective: the modules and optimizers that are new start from what worker 0 has."""
+        whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        every = OptimizerSet.of([*(each.optimizer for each in self.optimizers), *new_optimizers])
+        self.state.build(LocalModel.whole(whole), every)
+        assert self.state.extra is not None
+        self.state.extra.replace_optimizer(every)
+        if not self.group.late:
+            start_alike(self.group.comm, whole, OptimizerSet.of(new_optimizers), self._known)
+        self._known |= {id(tensor) for tensor in weights_of(whole).values()}
+
+    def find_parameters(self) -> None:
+        """Collective if there are any: train parameters that were added to a model, or unfrozen.
+
+        Raises:
+            InvalidInput: an optimizer has parameters of none of the models, or the synchronizer cannot take new ones.
+        """
+        owned, known = set[int](), self._known
+        for model in self.models:
+            trained = {
+                name: p for name, p in model.local.model.named_parameters() if p.requires_grad and id(p) not in owned
+            }
+            owned |= {id(p) for p in trained.values()}
+            if any(model.parameters.get(name) is not p for name, p in trained.items()):
+                self._share_new(weights_of(model.local.model), known)
+                if model.parameters and not isinstance(self._options.sync, AllReduce):
+                    raise InvalidInput(
+                        "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
+                        "trains no others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
+                model.train(trained)
+        for optimizer in self.optimizers:
+            optimizer.find(self.models)
+            every = {id(p) for model in self.models for p in model.local.model.parameters()}
+            for parameter in optimizer.untrained:
+                if id(parameter) not in every:
+                    raise foreign_parameter(parameter)
+        self._watch_frozen()
+
+    def _share_new(self, tensors: Mapping[str, Tensor], known: Collection[int]) -> None:
+        """Collective: those of `tensors` that are not `known` yet become those of worker 0."""
+        if self.models.bound:
+            with torch.no_grad():
+                for _, tensor in sorted(tensors.items()):
+                    if id(tensor) not in known:
+                        tensor.copy_(self.group.comm.broadcast(tensor.detach().clone()).wait())
+        self._known |= {id(tensor) for tensor in tensors.values()}
+
+    def _watch_frozen(self) -> None:
+        """Look for parameters that are unfrozen later, before each forward pass of a module that has frozen ones."""
+        for hook in self._thaw_hooks:
+            hook.remove()
+        frozen = [p for model in self.models for p in model.local.model.parameters() if not p.requires_grad]
+        owners = [
+            module
+            for model in self.models
+            for module in model.local.model.modules()
+            if any(not p.requires_grad for p in module.parameters(recurse=False))
+        ]
+
+        def look() -> None:
+            if any(p.requires_grad for p in frozen) and not torch.compiler.is_compiling():
+                self.find_parameters()
+
+        self._thaw_hooks = before_forward(owners, look)
 
     @property
     def begun(self) -> bool:
         """Whether training has begun."""
-        return self.planned or self._replica is not None or self.state.progress.steps > 0
+        return self.planned or self.models.bound or self.state.progress.steps > 0
 
-    def save(self, directory: Path, keep: int) -> Path | None:
-        """See `World.save`."""
-        if self._given or self._leasing or (not self.planned and self._replica is not None and self._came):
-            raise UnisonoError("world.save came in the middle of a step: call it between two steps, on all workers; "
-                               "after the loop where each takes steps at its own pace")  # fmt: skip
-        if not self.state.progress.steps:
-            raise UnisonoError("world.save has nothing to save: no step has been taken yet")
-        self.synchronize()
-        return self.checkpoints.save(directory, keep, self._replica)
+    @property
+    def _alone(self) -> bool:
+        """Whether autograd's own gradients are the mean: there is no other worker, and nothing to round."""
+        return not self.planned and self.group.size == 1 and all(model.lossless for model in self.models)
+
+    def release(self) -> None:
+        """Give models and optimizers back as they were."""
+        for hook in self._thaw_hooks:
+            hook.remove()
+        self._end_first_forward()
+        self._close_inputs()
+        for optimizer in self.optimizers:
+            optimizer.restore()
+        for model in self.models:
+            model.release()
+
+    # ---- views ----
 
     def begin(self, micro_batches: int, reference_weight: float) -> Session:
         """`World.steps` assigns the data from now on. Returns the session whose views the loop goes through."""
-        if self._replica is not None:
+        if self.models.bound:
             raise UnisonoError(
                 "world.steps came too late: call it once, right after bind, with steps= or epochs= for all the training"
             )
         self.planned = True
-        self._micro_batches, self._reference_weight = micro_batches, reference_weight
-        self._close_first_forward()
+        self._plan = micro_batches, reference_weight
+        self._end_first_forward()
         self._close_inputs()
-        return self.group.begin(recovers=self.state.local_steps or isinstance(self._options["sync"], AllReduce))
+        sync = self._options.sync
+        return self.group.begin(recovers=self.state.local_steps or isinstance(sync, AllReduce))
 
     def join_view(self, session: Session, attempt: Attempt) -> None:
         """Collective: connect to the members of the view, and receive the state from which the view starts."""
+        if session.elastic:
+            self._take_snapshots(self.state.progress.steps == 0)
         self.views.join(session, attempt)
-        self._start(self._micro_batches, self._reference_weight)
-        self._next_step()
+        self._bind(*self._plan)
+        self._begin_item()
 
     def release_view(self) -> None:
-        """Detach model and optimizer, in the state after the last step that was taken."""
-        if self._replica is not None:
-            self.state.progress = replace(self.state.progress, shared=self._replica.sync.state_dict())
-            self._replica.discard_step()
-            self._replica.unbind()
-            self._replica = None
+        """Detach models and optimizers, in the state after the last step that was taken."""
+        if self.models.bound:
+            self.state.progress = replace(self.state.progress, shared=self.models.state_dict())
+            for model in self.models:
+                model.drop()
+                model.unbind()
         self.group.disconnect()
 
-    # ---- steps ----
+    def _bind(self, micro_batches: int, reference_weight: float) -> None:
+        """Collective: bind all models. They continue with what an earlier view shared, and with their residuals."""
+        control = NUMBERS * self.group.size if self.group.recovers else 0
+        self._shape = LoopShape(
+            micro_batches, reference_weight, control + (self._inputs.words if self._inputs else 0), self.planned,
+            self.group.recovers and self.state.local_steps)  # fmt: skip
+        self.models.bind(self.group.comm, self._shape)
+        if self.state.progress.shared:
+            self.models.load_state_dict(self.state.progress.shared)
+        if residuals := self.checkpoints.take_residuals():
+            self.models.load_residuals(residuals)
+
+    # ---- a loop without a plan ----
+
+    def _before_forward(self) -> None:
+        """Before the first forward pass."""
+        if self.planned or not torch.is_grad_enabled():
+            return
+        self._start()
+
+    def _start(self) -> None:
+        """Collective: training begins."""
+        if self._first_forward:
+            self._end_first_forward()
+        if self._shape is None and not self._alone:
+            self.group.freeze()
+            self._bind(self.group.size, float(self.group.size))
+            self._begin_cycle(self.models)
+
+    def _begin_cycle(self, models: Sequence[LoopModel] | LoopModels) -> None:
+        """Without a plan, what this worker computes between two exchanges is one micro-batch."""
+        for model in models:
+            model.begin_micro_batch(self.group.rank, 1.0)
+
+    def _end_first_forward(self) -> None:
+        for hook in self._first_forward:
+            hook.remove()
+        self._first_forward = []
+
+    def _close_inputs(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `World.no_sync`."""
+        if self.planned:
+            raise UnisonoError("world.no_sync() in a loop over world.steps: there gradients of micro-batches add up by "
+                               "themselves, and are exchanged once; leave it out")  # fmt: skip
+        before, self._locally = self._locally, True
+        try:
+            yield
+        finally:
+            self._locally = before
+
+    @contextmanager
+    def uneven_inputs(self) -> Iterator[None]:
+        """See `World.uneven_inputs`."""
+        if self.planned:
+            raise UnisonoError("world.uneven_inputs() in a loop over world.steps, where workers have equal steps: "
+                               "leave it out")  # fmt: skip
+        if self.group.size == 1:
+            yield
+            return
+        self._start()
+        self._flags = self.group.comm.channel("uneven inputs")
+        yield
+        while (rows := self._gather_flags(has_data=False)) is not None:  # the others have data
+            for model, used in zip(self.models, rows.any(0).tolist(), strict=True):
+                if used:
+                    self._finish_round(model)
+                    model.clear_gradients()
+        self._flags = None
+        with torch.no_grad():
+            for model in self.models:
+                copy_from(self.group.comm, self._had_data, weights_of(model.local.model))
+
+    def _gather_flags(self, *, has_data: bool) -> Tensor | None:
+        """Collective: which models have gradients to exchange, of shape ``[workers, models]``; None: no worker has data
+        left."""
+        assert self._flags is not None
+        mine = [float(has_data), *(float(model.open) for model in self.models)]
+        rows = self._flags.gather(torch.tensor(mine)).wait()
+        active = rows[:, 0].nonzero().flatten().tolist()
+        if not active:
+            return None
+        self._had_data = active[0]
+        return rows[:, 1:]
+
+    # ---- the data of a plan ----
 
     def work_items(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[WorkItem]:
         """The work items of this worker: those that it leases, else `mine` of each step from `first` to before `count`.
@@ -147,27 +336,18 @@ class CustomLoop:
         Raises:
             PeerLost: a worker was lost.
         """
-        replica = self._replica
-        assert replica is not None
         while first < count and not self.views.ended:
-            leased = replica.sync.work_items(first, count, lambda: False)
+            sync = next(iter(self.models)).sync
+            leased = sync.work_items(first, count, lambda: False)
             if leased is None:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
             self._leasing = True
             yield from loader.work_items(leased)
-            self._leasing, first = False, replica.sync.leased_until
+            self._leasing, first = False, sync.leased_until
             self.state.set_steps(first)
             if self.group.recovers and not self.views.lost:
-                self.views.gather_control(replica)
-
-    def synchronize(self) -> None:
-        """See `World.synchronize`."""
-        if self._replica is None:
-            return
-        self._replica.synchronize()
-        if self.group.recovers and self.state.local_steps:
-            self.views.commit(self._replica)
+                self.views.gather_control(self.models)
 
     def begin_step(self) -> None:
         """The data of a step is given out."""
@@ -176,79 +356,99 @@ class CustomLoop:
             self.state.begin_step()
             self._watch.set_phase(Phase.COMPUTE, self.group.comm)
 
-    def check_ended(self) -> None:
-        """Raise `UnisonoError` if the step whose data was given out was neither taken nor left out."""
-        if self._given:
+    def begin_pass(self) -> None:
+        """Before the first micro-batch of a pass through this worker's data of the step."""
+        if not self._given:
+            raise UnisonoError("the data of a step was asked for after the step had ended")
+        self._end_pass()
+        self._entered, self._last, self._pass_weight = True, False, 0.0
+
+    def begin_micro_batch(self, m: int, weight: float, last: bool) -> None:
+        """Before micro-batch `m`; `last` of this worker in this pass."""
+        self._last = last
+        self._pass_weight += weight
+        for model in self.models:
+            model.begin_micro_batch(m, weight)
+
+    def end_step(self) -> None:
+        """Collective: the loop asks for the data of another step, or saves its state. Does nothing between two steps.
+
+        Raises:
+            UnisonoError: some micro-batches of the step were not computed.
+        """
+        if not self._given:
+            return
+        if not (self._entered or self._stepped):
             raise UnisonoError(
                 "the next step's batches were asked for before optimizer.step(): one step is one global batch; "
                 "batches.skip() leaves it out"
             )
-
-    def begin_micro_batch(self, m: int, weight: float, last: bool) -> None:
-        """Before micro-batch `m`; `last` of this worker in this step."""
-        assert self._replica is not None
-        if not self._forward_ended:  # the one before had no backward pass
-            self._end_forward(self._last)
-        self._replica.begin_micro_batch(m, weight)
-        self._last, self._forward_ended, self._entered = last, False, True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """Replaces the optimizer's own: wait for the mean gradient, then step. False if the step was not taken."""
-        if closure is not None:
-            raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
-        if self._replica is None and self._single:
-            if self._options["clip"] is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
-            self._replaced.plain()
-            self._count()
-            return True
-        if self._replica is None:  # no forward pass here, but perhaps on other workers
-            self._start_unplanned()
-        if self.planned and not self._given:
-            raise UnisonoError("optimizer.step() was called twice for one step, or outside of the loop of world.steps")
-        return self._end_step(lambda step: step.apply(self._replaced.plain))
+        if self._entered and not self._last:
+            raise UnisonoError("the next step was asked for before all micro-batches of this worker and step were "
+                               "computed; batches.skip() leaves a step out")  # fmt: skip
+        self._in_step(self._complete)
+        self._count_step()
 
     def skip(self) -> None:
         """See `Batches.skip`."""
-        assert self._replica is not None
-        if not self._given:
+        if not self._given or self._stepped:
             raise UnisonoError("batches.skip() came after optimizer.step(): call one of them in each step")
-        if self._entered and not self._replica.synchronous:
+        if self._entered and not self._last:
+            raise UnisonoError("batches.skip() came before all micro-batches of this worker and step were computed: "
+                               "call it before the first of them, or after the last")  # fmt: skip
+        if self._entered and not all(model.sync.gradients_only for model in self.models):
             raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take local steps: "
                                "call it before")  # fmt: skip
+        for model in self.models if self._entered else ():
+            model.drop()
+        self._count_step()
+
+    def _complete(self) -> None:
+        """Collective: what this worker and the others have still to exchange in this step."""
         if self._entered:
-            self._end_step(Step.drop)
+            self._finish_rounds()
+            for model in self.models:
+                if model.update is not None and not model.sync.gradients_only:  # a step without a change
+                    self._note(model.take_step(lambda: None))
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        """Collective: fold the buffers."""
+        if self._entered:
+            for model in self.models:
+                model.fold_buffers()
+
+    def _begin_item(self) -> None:
+        """Between two steps: nothing of the next one is given out, computed or taken; no worker was lost in it."""
+        self._given = self._entered = self._last = self._stepped = self._void = False
+        self._rounds, self._pass_weight = 0, 0.0
+        self._words: list[float] | None = None
+
+    def _count_step(self) -> None:
+        """The step of a plan has ended: count it, unless it is void, and act on the control words."""
+        void, words, rounds = self._void, self._words, self._rounds
+        self._begin_item()
+        for model in self.models:
+            if void:
+                model.drop()
+            model.begin_pass()
+        if void:
             return
         self._count()
-        if self.group.recovers and not self.state.local_steps:
-            self.views.commit(self._replica)
-        self._next_step()
+        if not self.group.recovers:
+            return
+        self._take_snapshots(rounds > 1)
+        if self.views.lost:
+            self.state.commit()
+        elif words is not None:
+            self.views.unless_lost(lambda: self.views.act_on_control(words, self.models))
+        elif not self.state.local_steps:
+            self.views.unless_lost(lambda: self.views.commit(self.models))
 
-    def _end_step(self, end: Callable[[Step], Any]) -> bool:
-        """End the step of all workers by `end`; False if a worker was lost."""
-        self.views.unless_lost(lambda: self._settle_and(end))
-        if self.group.recovers:  # what a loop does between steps is no part of one, and may take longer
-            self._watch.set_phase(Phase.EVALUATION, self.group.comm)
-        self._next_step()
-        return not self.views.lost
-
-    def _settle_and(self, end: Callable[[Step], Any]) -> None:
-        assert self._replica is not None
-        if not self._forward_ended:
-            self._end_forward(last=self._last or not self.planned)
-        if not self._last and self.planned:
-            raise UnisonoError("optimizer.step(), or batches.skip(), came before all micro-batches of this worker and "
-                               "step were computed")  # fmt: skip
-        with self._watch(Phase.COMMUNICATION):
-            step = self._replica.settle()
-        if self.group.session is not None:
-            self.group.session.check()
-        end(step)
-        if self._inputs is not None and step.extra is not None:
-            self._inputs.compare(step.extra)
-        self._count()
-        if self.group.recovers and step.extra is not None:
-            self.views.act_on_control(step.extra, self._replica)
+    def _take_snapshots(self, wanted: bool) -> None:
+        """Keep the state of the last commit, if a step may change the state before a worker is lost in it."""
+        if not self.state.local_steps:
+            self.state.take_snapshots(wanted or len(self.optimizers) > 1)
 
     def _count(self) -> None:
         self.state.set_steps(self.state.progress.steps + 1)
@@ -257,97 +457,186 @@ class CustomLoop:
         else:
             self._watch.commit(self._watch.steps + 1)
 
-    def release(self) -> None:
-        """Give the optimizer its own step back."""
-        self._close_first_forward()
-        self._close_inputs()
-        self._replaced.restore()
-        if self._replica is not None:
-            self._replica.unbind()
+    # ---- gradients ----
 
-    # ---- loops without a plan ----
-
-    def _before_forward(self) -> None:
-        """Before the first forward pass."""
-        if not self.planned and not (self._model.training and torch.is_grad_enabled()):
-            return
-        if not self.planned and not self._single:
-            _check_own(self._model, self._optimizer)
-            self._start_unplanned()
-        self._close_first_forward()
-
-    def _close_inputs(self) -> None:
-        if self._inputs is not None:
-            self._inputs.close()
-            self._inputs = None
-
-    def _close_first_forward(self) -> None:
-        for hook in self._first_forward:
-            hook.remove()
-
-    def _start_unplanned(self) -> None:
-        self._close_first_forward()
-        self.group.freeze()
-        self._start(self.group.size, float(self.group.size))
-        self._next_step()
-
-    # ---- the replica ----
-
-    def _start(self, micro_batches: int, reference_weight: float) -> None:
-        """Collective: bind a replica, which continues with what an earlier one shared, and with its residuals."""
-        control = NUMBERS * self.group.size if self.group.recovers else 0
-        options = ReplicaOptions(
-            micro_batches,
-            reference_weight,
-            self._options["clip"],
-            self._options["overlap"],
-            control_width=control + (self._inputs.words if self._inputs else 0),
-            may_repeat=self.planned,  # a worker may be lost, or the step skipped
-            group_may_grow=self.group.recovers and self.state.local_steps,
-        )
-        groups = ProcessGroups.replicated(self.group.comm)
-        self._replica = Replica(
-            self.state.local, self._optimizer, groups, self._options["sync"], self._options["compress"], options,
-            self._gradient)  # fmt: skip
-        if self.state.progress.shared:
-            self._replica.sync.load_state_dict(self.state.progress.shared)
-        if residuals := self.checkpoints.take_residuals():
-            self._replica.sync.load_residuals(residuals)
-
-    def _next_step(self) -> None:
-        """Without a plan, what this worker computes between two steps is one micro-batch."""
-        self._given, self._entered, self._forward_ended = False, False, True
-        if self.planned:
-            self._last = False
-        else:
-            self.begin_micro_batch(self.group.rank, 1.0, last=self._passes == 1)
-            self._pass, self._came = 0, set[str]()
-
-    def _gradient(self, name: str) -> None:
-        """A gradient is complete. The first one of a backward pass ends the forward pass before it."""
+    def exchanges(self) -> bool:
+        """Whether a gradient that arrives now is exchanged; else it is added to ``grad``, as by autograd alone."""
         if not self.planned:
-            if name in self._came:
-                self._pass, self._came = self._pass + 1, set()
-                self._last = self._pass >= self._passes - 1
-            self._came.add(name)
-        if not self._forward_ended and (self._last or self.planned):
-            self._end_forward(self._last)
+            self._start()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # the first gradient of a backward pass
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_backward)
+        return self._exchanging
+
+    @property
+    def _exchanging(self) -> bool:
+        early = not self.planned and self._pass < self._passes - 1
+        return self.models.bound and not (self._void or self._locally or early)
+
+    def on_gradient(self, model: LoopModel) -> None:
+        """A gradient of `model` has arrived, and will be exchanged."""
+        if not model.closed and (self._last or not self.planned):
+            model.close_round(self._control_numbers())
+
+    def _end_backward(self) -> None:
+        """Autograd has computed all gradients of a backward pass."""
+        self._task = None
+        exchanging = self._exchanging
+        if not self.planned and not self._locally:
+            self._pass += 1
+        if exchanging and (self._last or not self.planned):
+            self._in_step(self._finish_rounds)
+
+    def _finish_rounds(self) -> None:
+        """Collective: exchange the gradients that have arrived."""
+        if self._flags is not None:
+            self._gather_flags(has_data=True)
+        for model in self.models:
+            if model.open:
+                self._finish_round(model)
+
+    def _finish_round(self, model: LoopModel) -> None:
+        with self._watch(Phase.COMMUNICATION):
+            if not model.closed:
+                model.close_round(self._control_numbers())
+            words = model.finish_round()
+            if not self.planned:
+                model.fold_buffers()
+                model.begin_micro_batch(self.group.rank, 1.0)
+        self._rounds += 1
+        self._note(words)
+
+    def _note(self, words: list[float] | None) -> None:
+        """Keep the control words of all workers, if they were exchanged."""
+        if words is None:
+            return
+        self._words = words
+        if self._inputs is not None:
+            self._inputs.compare(words)
 
     def _control_numbers(self) -> list[float]:
         return self.views.control_word() + (self._inputs.control_word() if self._inputs else [])
 
-    def _end_forward(self, last: bool) -> None:
-        assert self._replica is not None
-        self._replica.end_forward(last=last, extra=self._control_numbers() if last else None)
-        self._forward_ended, self._last = True, last
+    def _in_step(self, call: Callable[[], T]) -> T | None:
+        """``call()``; if a worker was lost, the step is void: it has no gradients, and None is returned."""
+        if self._void:
+            return None
+        result = self.views.unless_lost(call)
+        if self.views.lost:
+            self._void = True
+            for model in self.models:
+                model.clear_gradients()
+        return result
 
+    # ---- the optimizer's step ----
 
-def _check_own(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `UnisonoError` if other tensors replace the parameters of `model` in the forward pass that begins."""
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise UnisonoError(
-            "the first forward pass has other tensors in place of the model's parameters, as "
-            "torch.func.functional_call does, so that gradients cannot be followed: take the data from "
-            "world.steps, or call the model itself first"
-        )
+    def step(self, optimizer: BoundOptimizer, closure: Closure = None) -> Any:
+        """Replaces the optimizer's own: take its step. False if it was not taken, since a worker was lost."""
+        if not self.planned:
+            self._start()
+        elif not self._given:
+            raise UnisonoError("optimizer.step() was called outside of the loop over world.steps")
+        elif not self._last:
+            raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
+        self._pass, self._stepped = 0, True
+        if self._shape is None:
+            result = self._plain_step(optimizer, closure)
+        else:
+            result = self._in_step(lambda: self._shared_step(optimizer, closure))
+        if self.group.recovers:  # what a loop does between steps is no part of one, and may take longer
+            self._watch.set_phase(Phase.EVALUATION, self.group.comm)
+        if not self.planned:
+            self._count()
+        return result if closure is not None else not self._void
+
+    def _plain_step(self, optimizer: BoundOptimizer, closure: Closure) -> Any:
+        if self._options.clip is not None and closure is None:
+            nn.utils.clip_grad_norm_(optimizer.parameters, self._options.clip)
+        return optimizer.take(closure) if closure is not None else optimizer.take()
+
+    def _shared_step(self, optimizer: BoundOptimizer, closure: Closure) -> Any:
+        """Collective: exchange what is left to exchange, and take the step."""
+        if any(p.grad is not None for p in optimizer.untrained):
+            raise InvalidInput(
+                "optimizer", type(optimizer.optimizer).__name__, "a parameter that was frozen has a gradient, which is "
+                "that of this worker's data alone", "unfreeze it before the forward pass of a module")  # fmt: skip
+        models = optimizer.models
+        local = next((model for model in models if not model.sync.gradients_only), None)
+        if closure is not None:
+            if local is not None:
+                raise InvalidInput("closure", closure, "with local steps or servers its loss has no mean over "
+                                   "all workers", "use AllReduce(), or call step() without it")  # fmt: skip
+            return self._plain_step(optimizer, self._with_mean_loss(closure))
+        for model in models:
+            if model.rounds == optimizer.rounds.get(model, 0):
+                model.check_gradients()
+                self._finish_round(model)  # there was no backward pass here, but perhaps on other workers
+            optimizer.rounds[model] = model.rounds
+        if self.planned:
+            self._end_pass()
+        if local is None:
+            for model in models:
+                model.take_step(lambda: None)
+            return self._plain_step(optimizer, None)
+        self._note(local.take_step(lambda: self._plain_step(optimizer, None)))
+        return None
+
+    def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, with the mean of its losses over all workers, so that all of them decide alike."""
+
+        def mean_loss() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is None:
+                return None
+            weight = self._pass_weight if self.planned else 1.0
+            mine = torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
+            sums = self.views.unless_lost(lambda: self.group.metrics.gather(mine).wait())
+            if sums is None:
+                return loss
+            mean = math.fsum(sums[:, 0].tolist()) / math.fsum(sums[:, 1].tolist())
+            return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
+
+        return mean_loss
+
+    def average_gradients(self) -> None:
+        """See `World.average_gradients`."""
+        if not self.planned:
+            self._start()
+        if self._shape is None:
+            return
+        for model in self.models:
+            model.take_gradients(self._pass_weight if self.planned else 1.0)
+        self._in_step(self._finish_rounds)
+
+    def check_zero_grad(self, optimizer: BoundOptimizer) -> None:
+        """Raise `UnisonoError` if gradients of micro-batches, which have been folded, were to be discarded."""
+        if self.planned and self._entered and any(model.open for model in optimizer.models):
+            raise UnisonoError(
+                "optimizer.zero_grad() between the micro-batches of a step would discard gradients of those before: "
+                "call it before the first micro-batch, or after optimizer.step()"
+            )
+
+    # ---- between two steps ----
+
+    def save(self, directory: Path, keep: int) -> Path | None:
+        """See `World.save`."""
+        if not (self._given and self._entered and not self._stepped):
+            self.end_step()
+        if self._leasing or self._given or any(model.open or model.holds_step for model in self.models):
+            raise UnisonoError("world.save came in the middle of a step: call it between two steps, on all workers; "
+                               "after the loop where each takes steps at its own pace")  # fmt: skip
+        if not self.state.progress.steps:
+            raise UnisonoError("world.save has nothing to save: no step has been taken yet")
+        self.synchronize()
+        return self.checkpoints.save(directory, keep, self.models if self.models.bound else None)
+
+    def synchronize(self) -> None:
+        """See `World.synchronize`."""
+        if not self.models.bound:
+            return
+        self.end_step()
+        self.models.synchronize()
+        if self.group.recovers and self.state.local_steps:
+            self.views.commit(self.models)

@@ -21,22 +21,11 @@ class GradientHooks:
 
     Args:
         offer: ``offer(name, gradient)`` gets each complete gradient.
-        on_gradient: called with its name before, where backward is run by a loop of the user's own.
-
-    Attributes:
-        in_user_loop: whether it is.
     """
 
-    def __init__(
-        self,
-        local: LocalModel,
-        optimizer: Optimizer,
-        offer: Callable[[str, Tensor], None],
-        on_gradient: Callable[[str], None] | None,
-    ) -> None:
-        self._local, self._optimizer, self._offer, self._on_gradient = local, optimizer, offer, on_gradient
+    def __init__(self, local: LocalModel, optimizer: Optimizer, offer: Callable[[str, Tensor], None]) -> None:
+        self._local, self._optimizer, self._offer = local, optimizer, offer
         self._names = {id(p): name for name, p in local.local.named_parameters() if p.requires_grad}
-        self.in_user_loop = on_gradient is not None
         self._handles: list[RemovableHandle] = []
         self._exchanged = False
 
@@ -89,8 +78,6 @@ class GradientHooks:
             return
         if name in self._local.sparse and not gradient.is_sparse:
             gradient = gradient.to_sparse(1)  # of a layout
-        if self._on_gradient:
-            self._on_gradient(name)
         self._offer(name, gradient)
 
     def _unknown(self, parameter: Tensor) -> InvalidInput:

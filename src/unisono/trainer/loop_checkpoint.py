@@ -29,7 +29,8 @@ from unisono.elastic.training_state import TrainingState
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
 from unisono.trainer.checkpoint_restorer import CheckpointScope, history
 from unisono.trainer.checkpointing import EXTRA, Checkpointer
-from unisono.trainer.replica import Replica
+from unisono.trainer.loop_model import LoopOptions
+from unisono.trainer.loop_models import LoopModels
 
 LOG = logging.getLogger("unisono")
 MARKER = ".{}.seen"  # a file that shows whether workers see the same directory
@@ -76,10 +77,10 @@ class LoopCheckpoints:
     """Checkpoints of one custom loop.
 
     Args:
-        options: the arguments of `World.bind` that shape a step.
+        options: how the loop takes its steps.
     """
 
-    def __init__(self, group: LoopGroup, state: TrainingState, options: Mapping[str, Any]) -> None:
+    def __init__(self, group: LoopGroup, state: TrainingState, options: LoopOptions) -> None:
         self._group, self._state, self._options = group, state, options
         self._plan: MicroBatchPlan | None = None
         self._recalled = Recalled()
@@ -95,9 +96,9 @@ class LoopCheckpoints:
             self._recalled = load(self._group.metrics, directory, self._state, self._described())
         return self._state.progress.steps
 
-    def save(self, directory: Path, keep: int, replica: Replica | None) -> Path | None:
+    def save(self, directory: Path, keep: int, models: LoopModels | None) -> Path | None:
         """See `World.save`."""
-        return save(self._group.metrics, directory, keep, self._state, self._described(), replica)
+        return save(self._group.metrics, directory, keep, self._state, self._described(), models)
 
     def take_residuals(self) -> Mapping[str, Tensor]:
         """The residuals that were loaded, once; empty if other workers wrote them."""
@@ -107,14 +108,18 @@ class LoopCheckpoints:
 
     def _described(self) -> Plan:
         plan = self._plan
-        given = {"workers": self._group.size, "threads": torch.get_num_threads(), **self._options}
+        options = self._options
+        given: dict[str, Any] = {
+            "workers": self._group.size, "threads": torch.get_num_threads(), "sync": options.sync,
+            "compress": options.compress, "clip": options.clip, "overlap": options.overlap,
+        }  # fmt: skip
         if plan is not None:
             given |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
         return Plan(Config(**given), plan.samples if plan is not None else None)
 
 
 def save(
-    comm: Communicator, directory: Path, keep: int, state: TrainingState, plan: Plan, replica: Replica | None
+    comm: Communicator, directory: Path, keep: int, state: TrainingState, plan: Plan, models: LoopModels | None
 ) -> Path | None:
     """Collective, between two steps: save `state`. Returns the checkpoint's directory once it is on disk.
 
@@ -134,8 +139,8 @@ def save(
     extra = broadcast_tensors(comm, _extra(state).state_dict())
     with _writing(comm, path, writers, keep, attempt) as writer:
         checkpointer = Checkpointer(CheckpointScope(state.model, state.optimizer, comm, meta), writer, extra=extra)
-        if replica is not None:
-            checkpointer.bind(replica)
+        if models is not None:
+            checkpointer.bind(models)
         checkpointer.finish(done)
     return path / step_name(done) if checkpointer.committed == done else None
 

@@ -13,14 +13,18 @@ from unisono.trainer.custom_loop import CustomLoop
 
 
 class Batches:
-    """This worker's micro-batches of one step.
+    """This worker's micro-batches of one step. May be iterated several times, as for the two networks of a GAN.
+
+    Each complete iteration is a pass: its gradients add up, and are averaged over all workers at the end of the
+    backward pass of its last micro-batch.
 
     Attributes:
         step: its number, from 0.
     """
 
-    def __init__(self, step: int, batches: Iterator[Batch], skip: Callable[[], None]) -> None:
-        self.step, self._batches, self._skip = step, batches, skip
+    def __init__(self, step: int, micro_batches: Callable[[], Iterator[Batch]], skip: Callable[[], None]) -> None:
+        self.step, self._micro_batches, self._skip = step, micro_batches, skip
+        self._current: Iterator[Batch] | None = None
 
     def skip(self) -> None:
         """Collective, in place of ``optimizer.step()``: leave this step out. It counts as done, and model and optimizer
@@ -33,10 +37,11 @@ class Batches:
         self._skip()
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches
+        self._current = self._micro_batches()
+        return self._current
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        return next(self._current if self._current is not None else iter(self))
 
 
 def all_steps(
@@ -63,18 +68,32 @@ def _view_steps(
         items = loop.work_items(loader, mine, first, count)
         for t, item, batches in watch.each(Phase.COMMUNICATION, items):
             loop.begin_step()
-            yield Batches(t, _micro_batches(loop, watch, t, item, batches, plan.seed), loop.skip)
+            passes = _Passes(loop, t, item, iter(watch.each(Phase.DATA, batches)), plan.seed)
+            yield Batches(t, passes.next_pass, loop.skip)
+            loop.end_step()
             if loop.views.ended:
                 return
-            loop.check_ended()
     finally:
         loader.close()
 
 
-def _micro_batches(
-    loop: CustomLoop, watch: ThreadTracker, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int
-) -> Iterator[Batch]:
-    for m, batch in watch.each(Phase.DATA, batches):
-        loop.begin_micro_batch(m, float(samples_in(batch)), last=m == mine[-1])
-        seed_compute(stream(seed, t, m, "compute"))
-        yield batch
+class _Passes:
+    """The passes through one step's micro-batches `mine` of this worker, which the first one takes from `batches`."""
+
+    def __init__(self, loop: CustomLoop, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int) -> None:
+        self._loop, self._t, self._mine, self._batches, self._seed = loop, t, mine, batches, seed
+        self._taken: list[tuple[int, Batch]] = []
+        self._count = 0
+
+    def next_pass(self) -> Iterator[Batch]:
+        self._loop.begin_pass()
+        self._count += 1
+        # The random streams of a later pass are others than those of the first.
+        purpose = "compute" if self._count == 1 else f"compute {self._count}"
+        for i in range(len(self._mine)):
+            if i == len(self._taken):
+                self._taken.append(next(self._batches))
+            m, batch = self._taken[i]
+            self._loop.begin_micro_batch(m, float(samples_in(batch)), last=m == self._mine[-1])
+            seed_compute(stream(self._seed, self._t, m, purpose))
+            yield batch

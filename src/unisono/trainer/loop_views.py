@@ -15,7 +15,7 @@ from unisono.elastic.training_state import TrainingState
 from unisono.elastic.view_loop import Attempt
 from unisono.errors import Left, PeerLost
 from unisono.observe import ThreadTracker
-from unisono.trainer.replica import Replica
+from unisono.trainer.loop_models import LoopModels
 
 T = TypeVar("T")
 
@@ -90,26 +90,26 @@ class LoopViews:
         word = ControlWord(end_view=session.view_end_requested, leave=session.leave_requested)
         return encode(word, self._group.rank, self._group.size)
 
-    def gather_control(self, replica: Replica) -> None:
+    def gather_control(self, models: LoopModels) -> None:
         """Collective: exchange control words, once this worker has computed all that it has leased."""
         words = self._group.comm.gather(torch.tensor(self.control_word(), dtype=torch.float64)).wait()
-        self.act_on_control(words.sum(0).tolist(), replica)
+        self.act_on_control(words.sum(0).tolist(), models)
 
-    def act_on_control(self, numbers: Sequence[float], replica: Replica) -> None:
+    def act_on_control(self, numbers: Sequence[float], models: LoopModels) -> None:
         """Collective, between two steps: end the view if the control words of all workers say so, and commit."""
         words = decode(numbers)
         self._all_leave = all(word.leave for word in words)
         self._ending = self._all_leave or any(word.end_view for word in words)
         if self.ended:  # a worker that leaves contributes its local steps
-            replica.synchronize()
-        self.commit(replica)
+            models.synchronize()
+        self.commit(models)
 
-    def commit(self, replica: Replica) -> None:
+    def commit(self, models: LoopModels) -> None:
         """Collective: all workers have synchronized; commit the steps that they have taken."""
         session = self._group.session
         assert session is not None
-        replica.sync.quiesce()
-        self._state.commit(replica.sync.state_dict() if self._state.local_steps else None)
+        models.quiesce()
+        self._state.commit(models.state_dict() if self._state.local_steps else None)
         if new := self._state.progress.steps - self._committed:
             self._committed += new
             session.committed(new)

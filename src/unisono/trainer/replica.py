@@ -19,7 +19,6 @@ from unisono.comm.process_groups import ProcessGroups
 from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
 from unisono.elastic.transfer import state_digest
-from unisono.errors import CommunicationError
 from unisono.layout import LocalModel
 from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Synchronizer
 from unisono.sync.flat_weights import relative
@@ -43,8 +42,7 @@ class ReplicaOptions:
         clip: largest 2-norm of the mean gradient; None does not clip.
         overlap: exchange gradients during backward.
         control_width: how many numbers of the caller the control word has.
-        lazy: weights may arrive during the forward pass, module by module, if the synchronizer can do so. No effect in
-            a loop of the user's own, which may read weights at any time.
+        lazy: weights may arrive during the forward pass, module by module, if the synchronizer can do so.
         may_drop: steps may be dropped. A gradient that the compressor cannot represent then sets the loss of its
             micro-batch to `NOT_REPRESENTABLE` instead of raising an error.
         may_repeat: a step is computed again after a worker was lost in it.
@@ -65,9 +63,9 @@ class ReplicaOptions:
 class Replica:
     """A model and its optimizer, bound to the other replicas.
 
-    Per step: `begin`; per micro-batch of this worker `begin_micro_batch`, the forward pass, `end_forward`, the backward
-    pass; then `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word travels
-    with the gradients: the losses of micro-batches ``0..n-1``, their weights, then further numbers of the caller.
+    Per step: `begin`; per micro-batch of this worker `begin_micro_batch`, the forward pass, `end_forward`, `backward`;
+    then `settle` and `apply`. The control word travels with the gradients: the losses of micro-batches ``0..n-1``,
+    their weights, then further numbers of the caller.
 
     Attributes:
         local: this worker's part of the model.
@@ -77,10 +75,6 @@ class Replica:
             all workers.
         finite: whether the compressor refuses what is not finite, so that it never enters a mean.
         waited_seconds: the time for which forward passes have waited for weights in flight.
-
-    Args:
-        on_gradient: called with the name of each parameter whose gradient is complete, before the synchronizer gets it;
-            given where backward is run by the user's own loop.
     """
 
     def __init__(
@@ -91,7 +85,6 @@ class Replica:
         sync: Synchronizer,
         compress: Compressor,
         options: ReplicaOptions,
-        on_gradient: Callable[[str], None] | None = None,
     ) -> None:
         self.local, self.model, self.optimizer = local, local.local, optimizer
         self._groups, self.options = groups, options
@@ -100,7 +93,7 @@ class Replica:
         compress = compress.for_sums_of(options.micro_batches)
         self.sync = self._bind(sync, compress, parameters)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
-        own_mean = self.sync.local_gradients and on_gradient is None and not groups.is_sharded
+        own_mean = self.sync.local_gradients and not groups.is_sharded
         self._weighted = own_mean or groups.is_sharded
         self._comm = groups.dp_replicate.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
@@ -109,16 +102,15 @@ class Replica:
         self.finite = all(each.finite for each in chosen) and not own_mean
         self._control = StepControl(groups, self.sync, options.micro_batches)
         self.waited_seconds = 0.0
-        in_user_loop = on_gradient is not None
         self.buffers = StageBuffers(
             local, options.micro_batches, groups, self.synchronous,
-            may_undo=options.may_drop or options.may_repeat, adopts=in_user_loop)  # fmt: skip
-        self._hooks = GradientHooks(local, optimizer, self._offer, on_gradient)
+            may_undo=options.may_drop or options.may_repeat, adopts=False)  # fmt: skip
+        self._hooks = GradientHooks(local, optimizer, self._offer)
         self._lazy: LazyParameters | None = None
         with ExitStack() as undo:  # a worker may be lost while this one communicates, and the model is bound again then
             undo.callback(self.unhook)
             self.begin()
-            lazy = self.sync.lazy_parameters and options.lazy and not in_user_loop and not groups.is_sharded
+            lazy = self.sync.lazy_parameters and options.lazy and not groups.is_sharded
             if lazy and LazyParameters.fits(self.model):
                 names = {id(p): name for name, p in parameters.items()}
                 self._lazy = LazyParameters(self.model, names, self._wait_parameters)
@@ -155,20 +147,17 @@ class Replica:
 
     def synchronize(self) -> None:
         """Collective, between two steps: make all replicas and the states of their optimizers equal."""
-        weight = self.sync.local_weight
-        self.sync.synchronize()
+        synchronize_replicas(self.sync, self._comm, self.model, self.optimizer)
         if not self.synchronous:
-            state, _ = state_of(self.optimizer, self.model)
-            kept = {} if self.sync.optimizer_on_server else state
-            average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
             self.buffers.begin()  # the next step starts from these buffers
 
     def begin(self) -> None:
         """Begin a step. What was computed for a step that was not applied is dropped."""
         self._control.begin()
-        self._failed: CommunicationError | None = None
         self._hooks.begin()
         self.sync.begin()
+        for parameter in self.model.parameters():
+            parameter.grad = None
         self.buffers.begin()
 
     def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
@@ -189,18 +178,15 @@ class Replica:
             extra: the caller's numbers for the control word.
 
         Raises:
-            CommunicationError: where backward is run by `backward`; else `settle` raises it.
+            PeerLost, MessageMismatch
         """
         self.local.unsharding.backward(last)
         self._control.set_loss(self._micro_batch, loss)
         if self.local.pipeline is None:
             self.buffers.after(self._micro_batch)
         if last:
-            try:
-                self.buffers.send()
-                self._control.send(extra or [])
-            except CommunicationError as error:
-                self._fail(error)
+            self.buffers.send()
+            self._control.send(extra or [])
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
@@ -212,24 +198,10 @@ class Replica:
         """The factor of the loss of a micro-batch with that weight, so that gradients add up to the mean."""
         return weight / self.options.reference_weight
 
-    def _fail(self, error: CommunicationError) -> None:
-        """Raise `error` at once, or in `settle` if it occurs in a user's backward pass."""
-        if not self._hooks.in_user_loop:
-            raise error
-        self._failed = self._failed or error
-
     def settle(self) -> Step:
-        """Wait for the mean over the global batch.
-
-        Raises:
-            PeerLost, MessageMismatch: also the first of those that occurred in a backward pass of the user's loop.
-        """
-        if self._failed is not None:
-            raise self._failed
+        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
         if self._hooks.finish():
             self._hand_over(self.sync.fold)
-        if self._failed is not None:
-            raise self._failed
         self._control.finish()
         return Step(self, self.sync.settle())
 
@@ -294,7 +266,7 @@ class Replica:
         """Give a complete gradient of the current micro-batch to the synchronizer."""
         if self._lazy:
             self._lazy.came(name)
-        if self._failed is not None or not self._control.is_finite(self._micro_batch):
+        if not self._control.is_finite(self._micro_batch):
             return  # such a step is not applied
         weight = 1.0 if self._weighted else self.loss_scale(self._weight)
         self._hand_over(self.sync.offer, name, gradient.detach() if gradient.requires_grad else gradient, weight)
@@ -308,8 +280,6 @@ class Replica:
                 raise
             LOG.warning("micro-batch %d, %s", self._micro_batch, error)
             self._control.mark_not_representable(self._micro_batch)
-        except CommunicationError as error:
-            self._fail(error)
 
 
 class Step:
@@ -371,6 +341,16 @@ class Step:
             # The small number is torch.nn.utils.clip_grad_norm_'s.
             scale *= min(1.0, self._replica.options.clip / (self.norm() + 1e-6))
         return scale
+
+
+def synchronize_replicas(sync: BoundSynchronizer, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
+    """Collective, between two steps: make all replicas, their buffers and the states of their optimizers equal."""
+    weight = sync.local_weight
+    sync.synchronize()
+    if not sync.synchronous:
+        state, _ = state_of(optimizer, model)
+        kept = {} if sync.optimizer_on_server else state
+        average([*dict(model.named_buffers()).values(), *kept.values()], comm, weight)
 
 
 def copy_from(comm: Communicator, source: int, tensors: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ def main(run: Path, over: str, sync: unisono.sync.Synchronizer) -> None:
     model = task.model()
     model, optimizer = world.bind(model, task.optimizer(model.parameters()), sync=sync, compress=unisono.Exact())
     for batches in world.steps(task.data, global_batch=BATCH, micro_batch=4, steps=STEPS, seed=1):
+        optimizer.zero_grad()
         pace(batches.step, STEPS)
         for batch in batches:
             task.loss(model(task.inputs(batch)), batch).backward()

@@ -166,6 +166,9 @@ class PushedGradient:
         assert not without
         return math.sqrt(self._server.square())
 
+    def write(self, scale: float = 1.0) -> None:
+        raise AssertionError("the mean gradient is on the servers")
+
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Push the gradient, and request weights. The servers take the step; `step` is not called."""
         self._server.exchange(scale)

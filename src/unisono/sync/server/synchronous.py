@@ -103,6 +103,9 @@ class MeanAtServers:
             self._squares = self._server.squares()
         return math.sqrt(math.fsum(square for name, square in self._squares if name not in without))
 
+    def write(self, scale: float = 1.0) -> None:
+        raise AssertionError("the mean gradient is on the servers")
+
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Let the servers take the step, and request the weights; `step` is not called."""
         self._server.take(scale)

@@ -1,0 +1,140 @@
+"""torch's DistributedDataParallel, by its interface: a script of DDP runs after one import is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.compress import Cast, Compressor, PowerSGD
+from unisono.errors import InvalidInput, UnisonoError
+from unisono.world import World, join
+
+
+@cache
+def default_world() -> World:
+    """The world of this process, which the first use joins: as torch.distributed has one default process group."""
+    return join()
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps `module`: each backward pass leaves the mean gradient over all workers in ``grad``.
+
+    Has the interface of ``torch.nn.parallel.DistributedDataParallel``: ``module``, ``no_sync()``, ``join()``,
+    ``register_comm_hook()``, and the keys of its ``state_dict()``. Parameters may be unused, in any pass and on any
+    worker. All workers start from the weights and buffers of worker 0. Running statistics of normalization layers are
+    folded over all workers, where torch takes those of worker 0.
+
+    Args:
+        module: to train. It may be moved to its device before.
+        device_ids, output_device, dim, process_group: accepted as None or for the device of `module` alone.
+        broadcast_buffers: True; buffers are always synchronized.
+        init_sync, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph:
+            without effect, since what they choose is not needed here.
+        world: from `unisono.join`; None: the one of this process.
+        compress: as in `Config`.
+
+    Raises:
+        InvalidInput: an argument asks for what is not supported.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        world: World | None = None,
+        compress: Compressor | str = Cast(),
+    ) -> None:
+        super().__init__()
+        if process_group is not None:
+            raise InvalidInput("process_group", process_group, "the workers of a world are all of a run",
+                               "leave it out, or pass world=")  # fmt: skip
+        if device_ids is not None and len(device_ids) > 1:
+            raise InvalidInput("device_ids", device_ids, "a worker has one device", "start one worker per device")
+        if not broadcast_buffers:
+            raise InvalidInput("broadcast_buffers", False, "buffers are always equal on all workers", "leave it out")
+        self.module = module
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._compress, self._begun = compress, False
+        # Not an attribute of the module, which would be copied and pickled with it.
+        self.__dict__["_world"] = world or default_world()
+        self.world.share(module)
+
+    @property
+    def world(self) -> World:
+        """The workers."""
+        world: World = self.__dict__["_world"]
+        return world
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_world"}
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own."""
+        if not self._begun and self.training and torch.is_grad_enabled():
+            self._begin()
+        return self.module(*inputs, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `World.no_sync`."""
+        self._begin()
+        return self.world.no_sync()
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[None]:
+        """See `World.uneven_inputs`.
+
+        Raises:
+            InvalidInput: another divisor than the number of workers, or an error when data ends, is asked for.
+        """
+        if not divide_by_initial_world_size or throw_on_early_termination:
+            raise InvalidInput("join", "its arguments", "the mean is over all workers, also those without data",
+                               "leave them out")  # fmt: skip
+        if not enable:
+            return nullcontext()
+        self._begin()
+        return self.world.uneven_inputs()
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Compress gradients as torch's `hook` does, one of ``torch.distributed.algorithms.ddp_comm_hooks`` that halves
+        or factorizes gradients.
+
+        Raises:
+            UnisonoError: training has begun.
+            InvalidInput: another hook.
+        """
+        if self._begun:
+            raise UnisonoError("register_comm_hook came after the first forward pass: call it before")
+        self._compress = _compressor(state, getattr(hook, "__name__", str(hook)))
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.world.bind(self.module, compress=self._compress)
+
+
+def _compressor(state: Any, name: str) -> Compressor:
+    """The compressor that does what torch's hook of that name does."""
+    if name in ("powerSGD_hook", "batched_powerSGD_hook"):
+        return PowerSGD(state.matrix_approximation_rank)
+    known = {"allreduce_hook": Cast(), "fp16_compress_hook": Cast("fp16"), "bf16_compress_hook": Cast("bf16")}
+    if name not in known:
+        raise InvalidInput("hook", name, "not one of torch's that have a compressor here",
+                           f"use one of {', '.join(known)} or powerSGD_hook, or pass compress=")  # fmt: skip
+    return known[name]

@@ -1,0 +1,149 @@
+"""A loop with `unisono.DistributedDataParallel` is one with torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional as F
+
+from tests.trainer.small_loops import SHARE, STEPS, net, samples, world_of
+from unisono import DistributedDataParallel as DDP
+from unisono.comm import simulate
+from unisono.compress import Compressor
+from unisono.errors import InvalidInput, UnisonoError
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def mine(step: int, rank: int, size: int) -> list[torch.Tensor]:
+    return [t[rank * SHARE : (rank + 1) * SHARE] for t in samples(step, size)]
+
+
+def plain(size: int, steps: int = STEPS, accumulates: bool = False, ranks: Callable = range) -> torch.Tensor:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(steps):
+        if not accumulates or step % 2 == 0:
+            optimizer.zero_grad()
+        for rank in ranks(size) if ranks is range else ranks(step):
+            x, y = mine(step, rank, size)
+            (F.mse_loss(model(x), y) / size).backward()
+        if not accumulates or step % 2 == 1:
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_its_steps_are_those_of_plain_pytorch(size: int) -> None:
+    def run(comm) -> tuple[torch.Tensor, list[str]]:
+        model = DDP(net(comm.rank), world=world_of(comm))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(STEPS):
+            x, y = mine(step, comm.rank, size)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return weights(model), list(model.state_dict())
+
+    for found, keys in simulate(size, run):
+        torch.testing.assert_close(found, plain(size), rtol=1e-4, atol=2e-6)
+        assert keys == [f"module.{name}" for name in net().state_dict()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_sync_accumulates(size: int) -> None:
+    def run(comm) -> torch.Tensor:
+        model = DDP(net(), world=world_of(comm))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(0, STEPS, 2):
+            optimizer.zero_grad()
+            with model.no_sync():
+                x, y = mine(step, comm.rank, size)
+                F.mse_loss(model(x), y).backward()
+            x, y = mine(step + 1, comm.rank, size)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return weights(model)
+
+    for found in simulate(size, run):
+        torch.testing.assert_close(found, plain(size, accumulates=True), rtol=1e-4, atol=2e-6)
+
+
+def test_workers_may_run_out_of_data_at_different_times() -> None:
+    last = [2, 5, 4]
+
+    def run(comm) -> torch.Tensor:
+        model = DDP(net(), world=world_of(comm))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        with model.join():
+            for step in range(last[comm.rank]):
+                x, y = mine(step, comm.rank, 3)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return weights(model)
+
+    expected = plain(3, steps=5, ranks=lambda step: [rank for rank in range(3) if step < last[rank]])
+    for found in simulate(3, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_several_models_have_a_class_each() -> None:
+    """As the two networks of a GAN, where a pass of one reaches the parameters of the other."""
+
+    def train(first: nn.Module, second: nn.Module, share: Callable[[int], list]) -> torch.Tensor:
+        optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (first, second)]
+        for step in range(STEPS):
+            for turn, optimizer in enumerate(optimizers):
+                optimizer.zero_grad()
+                parts = share(step)
+                for x, y in parts:
+                    hidden = first(x)
+                    output = second((hidden if turn == 0 else hidden.detach()).expand(-1, 5))
+                    (F.mse_loss(output, y) / len(parts)).backward()
+                optimizer.step()
+        return torch.cat([weights(first), weights(second)])
+
+    def run(comm) -> torch.Tensor:
+        world = world_of(comm)
+        return train(DDP(net(), world=world), DDP(net(1), world=world), lambda step: [mine(step, comm.rank, 2)])
+
+    expected = train(net(), net(1), lambda step: [mine(step, rank, 2) for rank in range(2)])
+    for found in simulate(2, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("state", "hook", "expected"),
+    [(None, default_hooks.fp16_compress_hook, "Cast(to='fp16')"),
+     (powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3), powerSGD_hook.powerSGD_hook, "PowerSGD(rank=3")],
+)  # fmt: skip
+def test_hooks_of_torch_are_compressors(state: object, hook: Callable, expected: str) -> None:
+    def run(comm) -> Compressor:
+        model = DDP(net(), world=world_of(comm))
+        model.register_comm_hook(state, hook)
+        F.mse_loss(model(samples(0, 1)[0]), samples(0, 1)[1]).backward()
+        with pytest.raises(UnisonoError, match="after the first forward pass"):
+            model.register_comm_hook(state, hook)
+        return model._compress
+
+    assert all(repr(each).startswith(expected) for each in simulate(2, run))
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    def run(comm) -> None:
+        world = world_of(comm)
+        with pytest.raises(InvalidInput, match="process_group = 3: the workers of a world are all of a run"):
+            DDP(net(), process_group=3, world=world)
+        with pytest.raises(InvalidInput, match="broadcast_buffers = False"):
+            DDP(net(), broadcast_buffers=False, world=world)
+        with pytest.raises(InvalidInput, match="hook = <lambda>: not one of torch's"):
+            DDP(net(), world=world).register_comm_hook(None, lambda state, bucket: None)
+
+    simulate(1, run)
