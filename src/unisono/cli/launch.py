@@ -189,7 +189,7 @@ def read_request(words: list[str]) -> LaunchRequest:
     )
     if not elastic and (max_workers is not None or coordinator is not None):
         other = f"--workers {options['--workers']}" if max_workers is not None else "the options about the coordinator"
-        raise InvalidInput("--no-elastic", "(given)", f"it excludes {other}: no worker can join or leave then",
+        raise InvalidInput("--no-elastic", "(given)", f"it excludes {other}, since no worker can join or leave then",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
     debug = whole_number("--debug", options["--debug"], 0) if "--debug" in options else None
     if debug is not None and debug >= workers:
