@@ -1,8 +1,8 @@
-"""Detection of bad steps: arithmetic on numbers that are equal on all workers, so that all decide alike.
+"""Detects bad steps, by arithmetic on numbers that are equal on all workers, so that all workers decide alike.
 
 A step whose loss or gradient is not finite, or whose loss is a spike, would ruin weights that took long to train. The
 user chooses what happens then: `Stop`, `Skip` or `RollBack`. An `AnomalyDetector` inspects each step before it is
-applied, and records which ones did not count.
+applied, and records which steps did not count.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-REMEMBERED = 64  # losses of steps that counted, with which the next is compared
-ENOUGH = 16  # of them before a loss can be a spike
+REMEMBERED = 64  # a loss is compared with the losses of so many earlier steps that counted
+ENOUGH = 16  # a loss can be a spike once so many losses are known
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
-LEAST_SPREAD = 0.01  # of the median, so that nearly equal losses do not make the next one a spike
+LEAST_SPREAD = 0.01  # least deviation over median, so that nearly equal losses do not make the next loss a spike
 NOT_REPRESENTABLE = -math.inf
 """Replaces the loss of a micro-batch whose gradient the compressor cannot represent."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A step whose loss is not finite ends the run, and is not applied.
+    """Ends the run at a step whose loss is not finite, without applying that step.
 
     With `clip`, a gradient that is not finite ends the run too, since its norm is computed anyway. Without `clip`, the
-    next loss shows it.
+    loss of the next step shows it.
     """
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A bad step is skipped, with its samples, and training continues with the next one.
+    """Skips a bad step with its samples, and continues with the next step.
 
     A step is bad if its loss, or the norm of its mean gradient, is not finite. The norm costs nothing with `clip`, and
     is not needed with `Exact()`, which checks every gradient; otherwise it is one pass over the gradients.
 
     Args:
-        spike: a loss this many standard deviations above the median of the last 64 is bad too. The deviation is
+        spike: a loss this many standard deviations above the median of the last 64 losses is bad too. The deviation is
             estimated from the median absolute deviation, which is robust to outliers (Hampel 1974), and is at least 1 %
             of the median. ``inf``: no loss is too large.
         limit: more bad steps than this within `within` steps end the run.
-        within: number of steps.
+        within: the number of steps in which bad steps are counted for `limit`.
 
     Raises:
-        ValueError: a number out of bounds.
+        ValueError: a number is out of its bounds.
     """
 
     spike: float = math.inf
@@ -61,12 +61,12 @@ class Skip:
 
 @dataclass(frozen=True)
 class RollBack(Skip):
-    """After a bad step, the run rolls back to its newest checkpoint and skips that step.
+    """After a bad step, rolls the run back to its newest checkpoint, and skips that step.
 
-    This also undoes damage to the state by earlier steps, or by faulty memory. Without a checkpoint it is `Skip`.
+    This also undoes damage to the state by earlier steps, or by faulty memory. Without a checkpoint it acts as `Skip`.
 
     Args:
-        before: this many steps before the bad one are skipped too, as far as they come after the checkpoint
+        before: this many steps before the bad step are skipped too, as far as they come after the checkpoint
             (Chowdhery et al. 2022, "PaLM", section 5.1, skip some hundreds).
     """
 
@@ -90,10 +90,10 @@ def _check_whole(value: Any, **least: int) -> None:
 
 @dataclass(frozen=True)
 class Bad:
-    """Why a step must not count.
+    """A step that must not count, and why.
 
     Args:
-        micro_batches: those that make it bad; none where only their sum is known.
+        micro_batches: the micro-batches that make the step bad; empty if only their sum is known.
     """
 
     step: int
@@ -105,7 +105,7 @@ class AnomalyDetector:
     """Inspects the steps of a run; checkpoints contain its `state`.
 
     Attributes:
-        skipped: steps that did not count, or will not when they are reached again after a roll back.
+        skipped: the steps that did not count, or will not count when they are reached again after a roll back.
         healed: how many replicas differed and received the state of the majority.
     """
 
@@ -120,8 +120,8 @@ class AnomalyDetector:
         """Why `step` is bad; None if it is not.
 
         Args:
-            losses: of its micro-batches.
-            loss: their mean.
+            losses: the losses of the step's micro-batches.
+            loss: the mean of these losses.
             norm: computes the 2-norm of the mean gradient; called only if all losses are finite.
         """
         nonfinite = [m for m, each in enumerate(losses) if not math.isfinite(each)]
@@ -138,7 +138,7 @@ class AnomalyDetector:
 
     @property
     def bound(self) -> float:
-        """The largest loss that is no spike; inf while too few losses are known."""
+        """The largest loss that is not a spike; inf while too few losses are known."""
         if not isinstance(self.policy, Skip) or self.policy.spike == math.inf or len(self._losses) < ENOUGH:
             return math.inf
         median = statistics.median(self._losses)
@@ -151,13 +151,13 @@ class AnomalyDetector:
             self._losses.append(loss)
 
     def too_many(self, step: int) -> int | None:
-        """How many of the last `within` steps were bad, including `step`, if above the limit; else None."""
+        """The number of bad steps among the last `within` steps, including `step`, if it exceeds `limit`; else None."""
         assert isinstance(self.policy, Skip)
         recent = 1 + sum(step - self.policy.within < each <= step for each in self._bad)
         return recent if recent > self.policy.limit else None
 
     def record_bad(self, step: int) -> None:
-        """Record `step` as bad, after it was handled: before, a worker could be lost and the step repeated."""
+        """Record `step` as bad. Called once the step is handled, since it is repeated if a worker is lost before."""
         self._bad.append(step)
 
     def skip(self, steps: Iterable[int]) -> None:
@@ -165,7 +165,7 @@ class AnomalyDetector:
         self.skipped |= set(steps)
 
     def state(self) -> dict[str, Any]:
-        """The state as JSON can hold it."""
+        """The state, as JSON values."""
         state = {"bad": list(self._bad), "skipped": sorted(self.skipped), "losses": list(self._losses)}
         return {**state, "healed": self.healed}
 
@@ -177,7 +177,8 @@ class AnomalyDetector:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the `state` that belongs to the weights with which training continues.
 
-        It is that of another process, or an earlier one of this detector. Bad steps recorded since then stay recorded.
+        It is the state of another process's detector, or an earlier state of this one. Bad steps that were recorded
+        since then stay recorded.
         """
         self._losses = deque(state.get("losses", ()), maxlen=REMEMBERED)
         self._bad = self._bad or list(state.get("bad", ()))
@@ -193,11 +194,11 @@ def _not_finite(loss: float) -> str:
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """Replicas that are not all equal.
+    """The result of a comparison of replicas that are not all equal.
 
     Args:
         source: the first replica of the majority; None if no more than half are equal.
-        odd: the replicas outside the majority; all, if there is none.
+        odd: the replicas outside the majority; all replicas, if there is no majority.
     """
 
     source: int | None
@@ -205,9 +206,9 @@ class ReplicaMismatch:
 
 
 def find_mismatch(digests: Mapping[int, float]) -> ReplicaMismatch | None:
-    """The replicas that differ from the majority, given the digest of each.
+    """The replicas that differ from the majority, by the digest of each replica.
 
-    None if all are equal, or if one has digest 0, which stands for none.
+    None if all digests are equal, or if one of them is 0, which means that the replica has computed none.
     """
     values = list(digests.values())
     if not all(values) or len(set(values)) <= 1:

@@ -26,8 +26,8 @@ class _Given:
     """Records which fields the caller passed.
 
     Args:
-        given: their names, recorded by the constructor; not for callers to pass. To write a field's default into a
-            copy, use `Config.but`: ``dataclasses.replace`` does not know which fields it was given.
+        given: the names of these fields. The constructor records them, and callers do not pass them. To write a field's
+            default into a copy, use `Config.but`: ``dataclasses.replace`` does not know which fields it was given.
     """
 
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False, kw_only=True)
@@ -43,62 +43,63 @@ class Config(_Given):
     Args:
         Group size
 
-        workers: processes to start, one device each; 2:8 also sets `min_workers` and `max_workers`.
-        min_workers: workers below which training waits, in elastic training.
-        max_workers: workers above which further ones wait as spares; None: as many as `workers`.
-        elastic: lost workers are replaced, others may join and leave, and training continues; where `sync` is
-            AllReduce(), or, with the whole model on each worker, LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
+        workers: number of processes to start, one device each; 2:8 starts 2, and sets `min_workers` to 2 and
+            `max_workers` to 8.
+        min_workers: elastic training waits while there are fewer workers than this.
+        max_workers: at most this number of workers train, and further ones wait as spares; None: as many as `workers`.
+        elastic: replace lost workers, let workers join and leave, and continue training. Needs AllReduce(), or with the
+            whole model on each worker LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
 
         Batches
 
-        steps: optimizer steps; excludes `epochs`.
-        epochs: passes over the data, a fraction allowed; rounded down to whole steps.
-        global_batch: samples of one step over all workers (64).
-        micro_batch: samples of one forward and backward pass, the unit of which each worker computes some (a quarter of
-            `global_batch`). Must divide `global_batch`; there must be at least one micro-batch per worker.
-        seed: of the initial weights, the order of samples and every random stream.
+        steps: number of optimizer steps; excludes `epochs`.
+        epochs: number of passes over the data, which may be a fraction; rounded down to whole steps.
+        global_batch: number of samples of one step over all workers (64).
+        micro_batch: number of samples of one forward and backward pass (a quarter of `global_batch`). Must divide
+            `global_batch`; there must be at least one micro-batch per worker.
+        seed: seed of the initial weights, the order of samples and every random stream.
         load: how samples are fetched; None measures the first micro-batch and chooses.
         balance: whether a faster worker computes more of a step's micro-batches: ``on``, ``off``, or ``auto``, which is
-            on with ``Exact()``. Without that, sums round differently depending on which worker computed what, and a
-            repeated run differs in its last bits.
+            on with ``Exact()``. With other compressors, sums round differently depending on which worker computed what,
+            and a repeated run differs in its last bits.
 
         Optimizer
 
         lr: learning rate, in place of the one that the task's optimizer has.
         schedule: factor on the learning rate as a function of the step.
-        clip: largest norm of the mean gradient; None does not clip.
-        precision: ``fp32``; ``bf16`` for autocast; under a layout also ``bf16_parameters``, which are used and sent in
-            bf16, while gradients are summed in fp32. Weights and optimizer stay in fp32 in each.
-        sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
+        clip: largest norm of the mean gradient, to which a larger one is scaled down; None does not clip.
+        precision: ``fp32``; ``bf16`` for autocast; under a layout also ``bf16_parameters``, where parameters are used
+            and sent in bf16, and gradients are summed in fp32. Weights and optimizer always stay in fp32.
+        sync_batchnorm: compute batch statistics over the concurrent micro-batches of all workers.
 
         Synchronization
 
         sync: how replicas agree.
         compress: what travels in place of a gradient.
         overlap: exchange gradients while backward still runs.
-        communicator: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
-        timeout_seconds: how long an unresponsive peer is waited for.
+        communicator: how workers communicate: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
+        timeout_seconds: how long a worker waits for an unresponsive peer.
 
         Layout
 
-        layout: how one replica is laid out over workers.
-        activation_checkpointing: which activations are computed again in backward instead of being stored: ``none``,
-            ``blocks`` (all inside the blocks of the model's lists and sequences; about a third more to compute) or
-            ``selective`` (all but products of matrices, attention and sums over workers; less memory saved, little
-            more to compute).
+        layout: how one replica is divided among workers.
+        activation_checkpointing: which activations are computed again in backward instead of being stored: ``none``;
+            ``blocks``, all inside the blocks of the model's lists and sequences, with about a third more to compute; or
+            ``selective``, all except products of matrices, attention and sums over workers, which saves less memory
+            with little more to compute.
         compile: run the model through ``torch.compile``; under a layout, and with `activation_checkpointing`, block
             by block.
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
+        threads: number of compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
             ``Exact()``, where the number of threads is part of the run's identity.
 
         Faults
 
-        memory_checkpoints: where a replica is sharded over several workers, each holds another one's shard in its
-            memory as well, on another host where there is one, so that no shard is lost with a worker.
+        memory_checkpoints: let each worker of a sharded replica also hold the shard of another worker in memory, so
+            that no shard is lost with a worker. The other worker is on another host if possible.
         bad_step: what happens after a step whose loss or gradient is not finite, or whose loss is a spike.
-        compare_replicas_every: steps between comparisons of the replicas, bit for bit; one that differs from the
-            majority receives their state. 0 compares none.
+        compare_replicas_every: number of steps between two comparisons of the replicas, bit for bit. A replica that
+            differs from the majority receives the majority's state. 0 compares none.
         remove_slower_than: a worker is removed if it keeps taking more than this many times as long for a micro-batch
             as the others (above 1); None removes none.
 
@@ -106,10 +107,10 @@ class Config(_Given):
 
         run_dir: the run's directory. Default: ``runs/<task>-<date>``.
         resume: continue from the newest sound checkpoint of `run_dir`.
-        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-        keep_checkpoints: how many checkpoints to keep, the newest.
-        evaluate_every: steps between evaluations; 0 evaluates at the end only.
-        record_seconds: time between two steps that are recorded, in ``events.jsonl`` and for TensorBoard; 0 records
+        checkpoint_every: number of steps between two checkpoints; 0 writes one at the end only.
+        keep_checkpoints: how many of the newest checkpoints to keep.
+        evaluate_every: number of steps between two evaluations; 0 evaluates at the end only.
+        record_seconds: seconds between two steps that are recorded in ``events.jsonl`` and for TensorBoard; 0 records
             every step.
     """
 
@@ -171,12 +172,13 @@ class Config(_Given):
         """A config from field names and values; text is parsed as the field's type.
 
         Raises:
-            InvalidInput: an unknown field (names the nearest), or a value out of type or bounds.
+            InvalidInput: a field is unknown (the message names the nearest), or a value is of another type or out of
+                bounds.
         """
         return Config().but(mapping)
 
     def but(self, mapping: Mapping[str, Any]) -> Config:
-        """A copy with the fields in `mapping`, which is read as by `of`."""
+        """A copy with the fields in `mapping`, whose values are read as `of` reads them."""
         for name in mapping:
             if name not in FIELDS:
                 new = notation.RENAMED_SETTINGS.get(name)
@@ -187,15 +189,15 @@ class Config(_Given):
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether each replica takes local steps, and all synchronize after the same ones."""
+        """Whether each replica takes local steps, and all replicas synchronize after the same steps."""
         return takes_local_steps(self.sync)
 
     @property
     def recovers_from_loss(self) -> bool:
         """Whether training continues when workers are lost, join or leave.
 
-        Not with batch statistics over several workers: what is saved of a step for its gradients belongs to the workers
-        that computed it together.
+        It does not with batch statistics over several workers: what a forward pass saves for backward then belongs to
+        the workers that computed it together.
         """
         supported = isinstance(self.sync, AllReduce) or self.takes_local_steps
         return self.elastic and supported and not self.sync_batchnorm
@@ -266,7 +268,7 @@ def read(name: str, value: Any) -> Any:
     """`value` as the type of field `name`: text is parsed as a number, a truth value or in the notation.
 
     Raises:
-        InvalidInput: the text is not of the field's type.
+        InvalidInput: the text does not represent a value of the field's type.
     """
     if not isinstance(value, str):
         return value
@@ -296,7 +298,7 @@ def expand_worker_range(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return settings
     smallest, _, largest = (part.strip() for part in text.partition(":"))
     if not (smallest.isdecimal() and largest.isdecimal()):
-        raise InvalidInput("workers", text, "not from one whole number to another", "write 2:8, or a number")
+        raise InvalidInput("workers", text, "not a range of whole numbers", "write for instance 2:8, or one number")
     return {**settings, "workers": int(smallest), "min_workers": int(smallest), "max_workers": int(largest)}
 
 
@@ -321,7 +323,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def checked(**given: Any) -> dict[str, Any]:
-    """Values of some fields without a `Config`: read as by `Config.of`, and checked by the same rules.
+    """Read the values of some fields as `Config.of` does, and check them by the same rules, without a `Config`.
 
     Raises:
         InvalidInput: a value is not of the field's type, or out of bounds.
@@ -363,12 +365,12 @@ def _check_bounds(name: str, value: Any) -> None:
     if name in _ABOVE_ZERO and not 0 < value < float("inf"):
         raise InvalidInput(name, value, "not a positive number", "use a number above 0")
     if name == "record_seconds" and not 0 <= value < float("inf"):
-        raise InvalidInput(name, value, "no time", "use 0 or more")
+        raise InvalidInput(name, value, "not a time in seconds", "use 0 or more")
     if name == "remove_slower_than" and not 1 < value < float("inf"):
         raise InvalidInput(name, value, "not above 1", "write for instance 3")
 
 
-# Fields that must not change when a run is resumed: with other values it would compute something else.
+# Fields that must not change when a run is resumed: with other values the run would compute something else.
 IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
 LIBRARY_GLOBAL_BATCH = 64
 
@@ -381,7 +383,7 @@ def takes_local_steps(sync: Synchronizer) -> bool:
 RECOVERY_REQUIREMENTS = (
     "AllReduce(), or a sync with local steps, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
 )
-"""What a run needs besides `elastic` so that workers may join and leave, for error messages."""
+"""The settings with which workers can join and leave if `elastic` is true, for error messages."""
 
 
 def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:

@@ -13,8 +13,8 @@ UnisonoError
 │   ├── StateMissing           no worker of the view has state that another needs
 │   └── StateDamaged           received state is not what the other worker sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
-├── LoadingFailed              every process that fetches some sample exits: names the sample
-├── RunFailed                  invalid input that was found after the first step
+├── LoadingFailed              every process that fetches a certain sample exits: names the sample
+├── RunFailed                  invalid input was found after the first step, or user code ended a worker too early
 └── WorkerFailed               a worker process failed: carries its traceback
 """
 
@@ -25,14 +25,14 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """`text` from elsewhere, for a terminal: control characters are written as escapes, as in ``\\x1b``."""
+    """`text` from an untrusted source, for a terminal: control characters become escapes such as ``\\x1b``."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for several lines; line ends and tabs are kept."""
+    """`printable` for a text of several lines: line ends and tabs are kept."""
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
@@ -45,7 +45,7 @@ class InvalidInput(UnisonoError):
 
     Args:
         field: the name as the user wrote it (``global_batch``, ``--text``).
-        value: its value.
+        value: the invalid value.
         problem: why the value is invalid, with the bound that it exceeds.
         cure: what to write instead.
     """
@@ -62,7 +62,7 @@ class InvalidInput(UnisonoError):
 class TaskMismatch(InvalidInput):
     """A worker would train another task than the other workers of its run.
 
-    `field` is the first thing that differs, `value` that of this worker.
+    `field` is the first trait that differs, and `value` is this worker's value of it.
     """
 
 
@@ -89,7 +89,7 @@ class PeerLost(CommunicationError):
 
 
 class MessageMismatch(CommunicationError):
-    """Two workers reached the same point in their sequence of operations with different messages; names both."""
+    """Two workers sent different messages at the same point in their sequence of operations; names both messages."""
 
 
 class CheckpointError(UnisonoError):
@@ -97,7 +97,7 @@ class CheckpointError(UnisonoError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint differs from what was written: a checksum, a length or a file is wrong."""
+    """A checkpoint is not what was written: a checksum, a length or a file is wrong."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -112,7 +112,7 @@ class StateMissing(StateTransferError):
     """No worker of the view has state that another needs.
 
     Args:
-        missing: names of tensors, with the boxes that are missing.
+        missing: the names of tensors, each with a box that is missing.
     """
 
     def __init__(self, missing: Iterable[str]) -> None:
@@ -138,13 +138,13 @@ class Diverged(UnisonoError):
 
 
 class LoadingFailed(UnisonoError):
-    """Loading processes exit repeatedly on the same sample; names the sample and how they ended."""
+    """Loading processes exit repeatedly on the same sample; names the sample, and how the processes ended."""
 
 
 class RunFailed(UnisonoError):
-    """Invalid input that was found after the first step: as `InvalidInput`, with the steps that are done.
+    """Invalid input was found after the first step of a run, or user code ended a worker that the others needed.
 
-    The run can be resumed from its last checkpoint.
+    Unlike after `InvalidInput`, the run can be resumed from its last checkpoint.
     """
 
 
@@ -152,8 +152,8 @@ class WorkerFailed(UnisonoError):
     """A worker process failed.
 
     Args:
-        rank: of the worker that failed first.
-        reason: one sentence (``ValueError: …`` or ``killed by SIGKILL``).
+        rank: the rank of the worker that failed first.
+        reason: why it failed, as one sentence (``ValueError: …`` or ``killed by SIGKILL``).
         traceback: the worker's traceback as text, empty if there is none.
     """
 

@@ -1,8 +1,8 @@
 """One notation for values everywhere: Python, command line, TOML, log, checkpoint, server processes.
 
 A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. Text is parsed, never
-evaluated: a call of a class in a table, whose arguments are literals, further calls, or tuples or mappings of either.
-The reader gives the table, so no text can name anything that is imported. `show` and `write` are the inverse.
+evaluated. It is a call of a class in a table; arguments are literals, further calls, or tuples or mappings of these.
+The caller of `parse` gives the table, so text can name no other class. `show` and `write` are the inverse of `parse`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RENAMED_SETTINGS = {
 }
 """Fields of `Config` in a ``config.toml`` or a checkpoint of an earlier version, and their names today."""
 RENAMED_ARGUMENTS = {"Gossip": {"meet_every": "synchronize_every"}}
-"""By class: arguments as text of an earlier version has them, and their names today."""
+"""For each class: the names of arguments in text of an earlier version, and their names today."""
 _LONGEST = 20_000  # characters, which also limits how deeply a value is nested
 
 
@@ -41,7 +41,7 @@ def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
         names: the table of classes that may be called, by name.
 
     Raises:
-        InvalidInput: not a literal call, an unknown name, or arguments that the class refuses.
+        InvalidInput: `text` is not a literal call, has an unknown name, or has arguments that the class refuses.
     """
     if len(text) > _LONGEST:
         raise InvalidInput(field, f"{text[:40]}…", f"{len(text)} characters, more than {_LONGEST}", _example(names))
@@ -104,14 +104,14 @@ def write(field: str, value: Any, names: Mapping[str, type]) -> str:
     except InvalidInput:
         equal = False
     if not equal:
-        raise InvalidInput(field, value, "cannot be written as text that another process reads: its class, or one "
-                           "inside it, is not known there, or an argument is not a literal",
+        raise InvalidInput(field, value, "cannot be written as text that another process reads: its class, or that of "
+                           "a value inside it, is not known there, or an argument is not a literal",
                            f"use {', '.join(names)}, with literals as arguments")  # fmt: skip
     return text
 
 
 def nearest(word: str, words: Mapping[str, Any] | list[str]) -> str:
-    """The known word closest to `word`, as the end of a sentence."""
+    """The cure in an error message for the unknown `word`: the closest of the known `words`, or all of them."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(words))}"
 
@@ -160,7 +160,9 @@ def _mapping(field: str, text: str, node: ast.Dict, names: Mapping[str, type]) -
     for key, value in zip(node.keys, node.values):
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
             written = "**" if key is None else ast.unparse(key)
-            raise InvalidInput(field, text, f"{written} is not text, which the keys of a mapping are", _example(names))
+            raise InvalidInput(
+                field, text, f"{written} is not text, as the keys of a mapping have to be", _example(names)
+            )
         if key.value in mapping:
             raise InvalidInput(field, text, f"{key.value!r} is written twice", "write it once")
         mapping[key.value] = _value(field, text, value, names)

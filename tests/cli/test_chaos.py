@@ -67,7 +67,7 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
         ("--seeds 0", "--seeds = 0: no seed is tried"),
         (
             "--listen 10.0.0.1 --certificate none",
-            "it starts a coordinator for each run; leave out the options about the coordinator",
+            "starts a coordinator of its own for each run; leave out the options about the coordinator",
         ),
         ("--virtual --resume --run-dir here", "resume = True: chaos chooses the directory of each run"),
         ("--virtual --no-elastic", "workers of a run with these settings cannot join or leave"),

@@ -62,10 +62,10 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, coordin
         ("train digits --listen a:70000", "port = 70000: above 65535"),
         ("train digits --key nowhere --listen a", "--key = nowhere: there is no such file"),
         (f"train digits --key {__file__}", "no coordinator is named; add --listen HOST or --coordinator URL."),
-        ("train digits --listen a --coordinator http://b:1", "--listen = a: --coordinator names one that runs already"),
+        ("train digits --listen a --coordinator http://b:1", "--listen = a: --coordinator names a coordinator that"),
         ("train digits --listen 10.0.0.1", "plain HTTP between hosts is not encrypted"),
         ("train digits --coordinator http://here:4", "plain HTTP between hosts is not encrypted"),
-        ("status http://here:4", "let it use https:// (unisono coordinator --help), or add --authority none."),
+        ("status http://here:4", "let the coordinator use https:// (unisono coordinator --help), or add --authority"),
         ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, --certificate new (one is made), "),
         (
             "join https://a:1 --authority sha256:12",

@@ -48,7 +48,7 @@ def test_a_run_has_a_place_and_workers_a_range(script: Path) -> None:
         ("nowhere.py", "script = nowhere.py: there is no such file; check the path."),
         ("--workers 0 loop.py", "--workers = 0: not a whole number from 1; write for instance --workers 2."),
         ("--workers 4:2 loop.py", "--workers = 4:2: the first number is larger than 2"),
-        ("--no-elastic --workers 2:4 loop.py", "--no-elastic = (given): then no worker can join or leave"),
+        ("--no-elastic --workers 2:4 loop.py", "--no-elastic = (given): it excludes --workers 2:4, since no worker"),
         ("--key k loop.py", "--key = k: no coordinator is named"),
         ("--workers two loop.py", "--workers = two: not a whole number from 1"),
         ("--worker 2 loop.py", "--worker = (nothing): there is no such option; did you mean --workers?"),

@@ -181,7 +181,7 @@ def test_residuals_of_other_candidates_are_removed_with_the_choice() -> None:
     [
         (lambda: Auto(()), "candidates"),
         (lambda: Auto((OneBit,)), "not a compressor"),
-        (lambda: Auto((Cast(), __import__("unisono.compress").compress.Exact())), "another type"),
+        (lambda: Auto((Cast(), __import__("unisono.compress").compress.Exact())), "does not sum"),
         (lambda: Auto(gain=1.0), "gain=1.0"),
         (lambda: Auto(steps=2), "steps=2"),
         (lambda: Auto(again=42), "above the 42 steps"),

@@ -358,9 +358,13 @@ def test_what_cannot_be_kept_is_named() -> None:
         kept.add("thing", Thing([1, {2}]))
     with pytest.raises(InvalidInput, match="losses = list: it has no state_dict"):
         kept.add("losses", [])  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="name = a/b: taken, empty or with a slash"):
+    with pytest.raises(InvalidInput, match="name = a/b: a name must not contain '/'"):
         kept.add("a/b", scheduler)
+    with pytest.raises(InvalidInput, match=r"name = \(nothing\): a name must not be empty"):
+        kept.add("", scheduler)
     kept.add("scheduler", scheduler)
+    with pytest.raises(InvalidInput, match="name = scheduler: an object is already registered under it"):
+        kept.add("scheduler", scheduler)
     with pytest.raises(InvalidInput, match="register_state = nothing: other workers have scheduler"):
         ExtraState(optimizer).load_state_dict(kept.state_dict())
 

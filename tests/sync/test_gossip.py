@@ -421,8 +421,8 @@ def test_a_message_that_is_too_short_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"synchronize_every": 0}, "synchronize_every=0 is not a whole number from 1"),
-        ({"topology": OnePeerExponential(), "push_sum": False}, "push_sum=False: the directed OnePeerExponential"),
-        ({"asynchronous": True, "push_sum": True}, "push_sum=True: asynchronous neighbours"),
+        ({"topology": OnePeerExponential(), "push_sum": False}, "push_sum=False with the directed topology"),
+        ({"asynchronous": True, "push_sum": True}, "push_sum=True with asynchronous=True"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, message) -> None:

@@ -267,7 +267,7 @@ def test_what_went_into_gradients_stays_there_but_replicas_are_alike_again(tmp_p
 def test_two_that_differ_have_no_majority(tmp_path) -> None:
     for found in run_virtual(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_replicas_every=2):
         assert isinstance(found, Diverged)
-        assert "replicas differ before step 4, those of worker 0, worker 1: no more than half are equal" in str(found)
+        assert "the replicas of worker 0, worker 1 differ before step 4, and no more than half of them" in str(found)
     whole = run_virtual_alike(2, regression(), tmp_path / "whole")
     options = {"compare_replicas_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
     back = run_virtual_alike(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
@@ -281,7 +281,7 @@ def test_going_back_in_vain_has_an_end(tmp_path) -> None:
     options = {"compare_replicas_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
     for found in run_virtual(2, regression(), tmp_path, always, **options):
         assert isinstance(found, Diverged)
-        assert "no more than half are equal" in str(found)
+        assert "no more than half of them are equal" in str(found)
 
 
 def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:

@@ -87,7 +87,7 @@ def test_a_path_is_kept_as_text() -> None:
         ({"workers": 2.0}, "workers = 2.0: not a whole number; write a whole number."),
         ({"workers": True}, "workers = True: not a whole number"),
         ({"workers": "two"}, "workers = two: not a whole number"),
-        ({"workers": "2:many"}, "workers = 2:many: not from one whole number to another; write 2:8, or a number."),
+        ({"workers": "2:many"}, "workers = 2:many: not a range of whole numbers; write for instance 2:8, or one"),
         ({"workers": None}, "workers = None: not a whole number"),
         ({"lr": float("nan")}, "lr = nan: not a positive number"),
         ({"lr": "fast"}, "lr = fast: not a number"),

@@ -38,7 +38,7 @@ def read_options(
     renamed: Mapping[str, str] = RENAMED,
     others: Others = Others.REFUSE_OPTIONS,
 ) -> tuple[dict[str, str], list[str]]:
-    """The options among `words`, the last one of each, and the arguments; see `read_pairs`."""
+    """The options among `words`, each with the last value given for it, and the arguments; see `read_pairs`."""
     pairs, rest = read_pairs(words, table, renamed, others)
     return dict(pairs), rest
 
@@ -52,7 +52,7 @@ def read_pairs(
     """Options and values among `words`, in order, and the other words.
 
     Args:
-        table: the command's options, as of `option_table`.
+        table: the command's options, as `option_table` returns them.
         renamed: options of an earlier version, and what to write today.
         others: what to do with words that are no option of `table`.
 
@@ -92,7 +92,7 @@ def single_argument(rest: Sequence[str], name: str, kind: str, cure: str) -> str
     """The only word of `rest`, which is the argument `name`.
 
     Raises:
-        InvalidInput: there is none, or more than one.
+        InvalidInput: `rest` has no word, or more than one.
     """
     if len(rest) != 1:
         raise InvalidInput(name, " ".join(rest) or "(nothing)", f"one {kind} is needed", cure)
@@ -103,7 +103,7 @@ def whole_number(name: str, text: str, minimum: int = 1) -> int:
     """The value `text` of option `name` as a number.
 
     Raises:
-        InvalidInput: it is not a whole number, or below `minimum`.
+        InvalidInput: `text` is not a whole number, or is below `minimum`.
     """
     if not (text.isascii() and text.isdigit()) or int(text) < minimum:
         cure = f"write for instance {name} {max(2, minimum)}"

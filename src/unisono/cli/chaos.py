@@ -74,10 +74,10 @@ class ChaosRequest:
     """What the command was asked to try.
 
     Args:
-        words: arguments of ``unisono chaos``.
-        request: as of ``unisono train``.
-        wanted: number of faults of each kind.
-        seeds: seeds to try.
+        words: the arguments of ``unisono chaos``.
+        request: what to train, as ``unisono train`` reads it.
+        wanted: the number of faults of each kind.
+        seeds: the seeds to try.
         virtual: whether processes and network are simulated.
     """
 
@@ -97,7 +97,7 @@ def chaos(words: list[str]) -> int:
     """Run ``unisono chaos`` with the arguments `words`; 0 if all results are equal, 1 if any differs.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the baseline failed.
+        UnisonoError: the arguments are invalid, or the baseline failed.
     """
     if "--help" in words or "-h" in words:
         return _help(words)
@@ -127,13 +127,13 @@ def read_request(words: Sequence[str]) -> ChaosRequest:
     """Read the command's own options, and the others as ``unisono train`` does.
 
     Raises:
-        InvalidInput: an option without a number, or whatever ``unisono train`` refuses.
+        InvalidInput: an option has no number, or ``unisono train`` would refuse the arguments.
     """
     options, rest = read_options(words, _TABLE, others=Others.KEEP)
     counts = {name: whole_number(name, options.get(name, str(count)), 0) for name, count in _NUMBERS.items()}
     request = build_request(parse_arguments(rest))
     if request.coordinator is not None:
-        problem = "it starts a coordinator for each run"
+        problem = "unisono chaos starts a coordinator of its own for each run"
         raise InvalidInput("chaos", request.source.name, problem, "leave out the options about the coordinator")
     seeds = range(counts["--seed"], counts["--seed"] + counts["--seeds"])
     if not seeds:
@@ -200,7 +200,7 @@ def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
     console.print(f"seed {trial.schedule.seed}: ", end="")
     console.print("equal" if equal else "DIFFERENT", style="green" if equal else "red", end="")
     missing = len(trial.schedule.faults) - len(trial.injected)
-    left_out = f"; for {missing} more the run was too short: use more --steps" if missing else ""
+    left_out = f"; the run was too short for {missing} more faults: use more --steps" if missing else ""
     console.print(f" after {len(trial.injected)} faults{left_out}", markup=False)
     for difference in trial.differences:
         console.print(f"  {difference}", markup=False)
@@ -210,11 +210,11 @@ def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
 
 @contextlib.contextmanager
 def _run_directory(run: str | None) -> Iterator[tuple[Path, Any]]:
-    """A directory for the runs, and a function that keeps it; otherwise it is removed."""
+    """A context with a directory for the runs, and a function to call so that it is not removed at the end."""
     if run:
         path = Path(run).absolute()
         if path.exists():
-            raise InvalidInput("run_dir", run, "the directory exists", "name another")
+            raise InvalidInput("run_dir", run, "the directory exists", "name another directory")
         path.mkdir(parents=True, mode=0o700)
         try:
             yield path, lambda: None

@@ -45,7 +45,7 @@ def checkpoint(words: list[str]) -> int:
     """Run ``unisono checkpoint`` with the arguments `words`; 1 if ``verify`` finds damage, otherwise 0.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the checkpoint is damaged.
+        UnisonoError: the arguments are invalid, or the checkpoint is damaged.
     """
     if not words or "--help" in words or "-h" in words:
         print(USAGE, end="")
@@ -98,7 +98,7 @@ def convert(directory: Path, options: Mapping[str, str]) -> int:
 
     Raises:
         InvalidInput: the name is not that of a safetensors file, or the file exists.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from unisono.checkpoint import save_plain
     from unisono.checkpoint.plain_safetensors import INDEX
@@ -148,7 +148,10 @@ def _import(directory: Path, options: Mapping[str, str]) -> int:
 
 
 def _read_metadata(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
-    """Step and meta of a checkpoint that was converted with --all, and whether it was."""
+    """Step and meta of the checkpoint that was converted to the file at `path`, and whether that was with --all.
+
+    Without --all, the file does not contain them: the step is then 0.
+    """
     if _METADATA not in metadata:
         return 0, {"converted_from": path.name}, False
     try:
@@ -157,7 +160,7 @@ def _read_metadata(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, b
         if type(step) is not int or not 0 <= step < 10**18:
             raise ValueError(step)
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise CheckpointDamaged(f"{path}: its metadata is not what was written") from None
+        raise CheckpointDamaged(f"{path}: its metadata is not what unisono checkpoint convert --all writes") from None
     return step, meta, True
 
 
@@ -165,7 +168,7 @@ def shard_bytes(options: Mapping[str, str]) -> int | None:
     """``--max-shard-bytes`` in bytes; None if it is not given.
 
     Raises:
-        InvalidInput: it is not a size.
+        InvalidInput: the value is not a size.
     """
     text = options.get("--max-shard-bytes")
     if text is None:

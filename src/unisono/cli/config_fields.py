@@ -1,4 +1,4 @@
-"""The fields of `Config` as options, read from its source, because importing it would import torch."""
+"""Reads the fields of `Config` from its source, for the options, because importing it would import torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Field:
     """One field of `Config`.
 
     Args:
-        name: as in Python (``global_batch``).
-        kind: its annotation, as text.
-        default: its default, as text.
-        meaning: its description in the docstring.
+        name: the name in Python (``global_batch``).
+        kind: the annotation, as text.
+        default: the default, as text.
+        meaning: the description in the docstring of `Config`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Field:
 
     @property
     def optional(self) -> bool:
-        """Whether it may be None."""
+        """Whether the field may be None."""
         return self.kind.endswith("| None")
 
 

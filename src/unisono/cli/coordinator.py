@@ -37,8 +37,9 @@ same --state and --port, it continues where it stopped.
   --expected-workers N
                       wait up to 30 s for this number of workers before the first step [--min-workers]
   --replica-size N    workers of one replica, for a run with --layout; only complete replicas train [1]
-  --micro-batches N   micro-batches of a step, divided by those that a replica computes at a time: the number of
-                      replicas divides it, if the layout needs equal work of all replicas [any number of replicas]
+  --micro-batches N   for a layout that needs equal work of all replicas, whose number must then divide N: the
+                      micro-batches of a step, divided by those that a replica computes at a time [any number of
+                      replicas]
   --token-file FILE   file with the run's token [{VARIABLE} of the environment, or a new token, kept next to --state
                       and readable by this user only]
 """
@@ -55,7 +56,7 @@ def coordinator(words: list[str]) -> int:
     """Run ``unisono coordinator`` with the arguments `words`; returns 0 when it was asked to end.
 
     Raises:
-        UnisonoError: the arguments cannot work.
+        UnisonoError: the arguments are invalid.
     """
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
@@ -98,7 +99,7 @@ def _stored_token(file: Path) -> str:
     """The token in `file`, which is created with a new token unless it exists.
 
     Raises:
-        InvalidInput: it cannot be written, or other users can read or write it.
+        InvalidInput: the file cannot be written, or other users can read or write it.
     """
     try:
         if not file.exists():
@@ -116,7 +117,7 @@ def policy_of(options: Mapping[str, str]) -> Policy:
     """The numbers of workers that `options` allow.
 
     Raises:
-        InvalidInput: they contradict each other.
+        InvalidInput: the numbers contradict each other.
     """
     minimum = whole_number("--min-workers", options.get("--min-workers", "1"))
     expected = whole_number("--expected-workers", options.get("--expected-workers", str(minimum)))
@@ -124,12 +125,15 @@ def policy_of(options: Mapping[str, str]) -> Policy:
     if not minimum <= expected <= maximum:
         raise InvalidInput(
             "--expected-workers", expected, f"not between --min-workers {minimum} and --max-workers {maximum}",
-            "choose them in that order")  # fmt: skip
+            "choose --min-workers <= --expected-workers <= --max-workers")  # fmt: skip
     replica_size = whole_number("--replica-size", options.get("--replica-size", "1"))
     micro_batches = whole_number("--micro-batches", options.get("--micro-batches", "0"), 0)
     if maximum < replica_size:
         raise InvalidInput(
-            "--max-workers", maximum, f"below one replica of --replica-size {replica_size}", "write a multiple of that"
+            "--max-workers",
+            maximum,
+            f"less than the {replica_size} workers of one replica (--replica-size)",
+            f"write a multiple of {replica_size}",
         )
     return Policy(
         min_workers=minimum,

@@ -16,11 +16,12 @@ from unisono.membership.endpoint import CoordinatorOptions, Endpoint
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "address at which the run's coordinator listens, so that workers of other hosts can "
                  f"join (unisono join) with the run's token: {VARIABLE} of the environment, or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "certificate of that host for TLS, with --key; new: make one, which clients verify by "
+    "--certificate": ("FILE", "certificate of this host for TLS, with --key; new: make one, which clients verify by "
                       "its printed fingerprint; none: plain HTTP, which is not encrypted"),
     "--key": ("FILE", "private key of the certificate"),
-    "--authority": ("FILE", "certificate that has signed the coordinator's, if the system does not trust it, or the "
-                    "fingerprint of the coordinator's (sha256:...); none: plain http:// to another host"),
+    "--authority": ("FILE", "the authority's certificate that has signed the coordinator's certificate, if the system "
+                    "does not trust it, or the fingerprint of the coordinator's certificate (sha256:...); none: plain "
+                    "http:// to another host"),
     "--coordinator": ("URL", f"use a running unisono coordinator, whose token is in {VARIABLE} or --token-file"),
     "--token-file": ("FILE", f"file with the token, instead of {VARIABLE}"),
 }  # fmt: skip
@@ -32,14 +33,15 @@ def coordinator_options(options: Mapping[str, str]) -> CoordinatorOptions | None
     """What `options` say about the run's coordinator; None if there are no options.
 
     Raises:
-        InvalidInput: no address, a file that does not exist, or options that exclude each other.
+        InvalidInput: an address is missing or invalid, a file does not exist, or options exclude each other.
     """
     if not options:
         return None
     if "--coordinator" in options:
         for name in ("--listen", "--certificate", "--key"):
             if name in options:
-                raise InvalidInput(name, options[name], "--coordinator names one that runs already", "leave one out")
+                raise InvalidInput(name, options[name], "--coordinator names a coordinator that already runs",
+                                   f"leave out {name} or --coordinator")  # fmt: skip
         return CoordinatorOptions(existing=coordinator_address(options["--coordinator"], options))
     if "--listen" not in options:
         name = next(iter(options))
@@ -49,10 +51,10 @@ def coordinator_options(options: Mapping[str, str]) -> CoordinatorOptions | None
 
 
 def coordinator_address(url: str, options: Mapping[str, str]) -> CoordinatorAddress:
-    """Address and credentials of the coordinator at `url`.
+    """The address and credentials of the coordinator at `url`.
 
     Raises:
-        InvalidInput: no token, a file or fingerprint that does not exist, or plain HTTP to another host without
+        InvalidInput: there is no token, a file does not exist, or `url` is plain HTTP to another host without
             ``--authority none``.
     """
     token = read_token(options)
@@ -64,7 +66,7 @@ def coordinator_address(url: str, options: Mapping[str, str]) -> CoordinatorAddr
     if url.startswith("http:") and not address.is_local and options.get("--authority") != NONE:
         raise InvalidInput(
             "coordinator", url, "plain HTTP between hosts is not encrypted",
-            f"let it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
+            f"let the coordinator use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
     return address
 
 
@@ -72,8 +74,8 @@ def endpoint(host: str, port: int, options: Mapping[str, str]) -> Endpoint:
     """The address, certificate and key with which a coordinator listens.
 
     Raises:
-        InvalidInput: no such port or file, only one of certificate and key, or plain HTTP for other hosts without
-            ``--certificate none``.
+        InvalidInput: there is no such port or file, only one of certificate and key is given, or other hosts would use
+            plain HTTP without ``--certificate none``.
     """
     if port > _MAX_PORT:
         raise InvalidInput("port", port, f"above {_MAX_PORT}", "leave it out to use a free port")

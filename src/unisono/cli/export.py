@@ -25,7 +25,7 @@ def export(words: list[str]) -> int:
     """Run ``unisono export`` with the arguments `words`; 0 when the file is written.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the checkpoint is damaged.
+        UnisonoError: the arguments are invalid, or the checkpoint is damaged.
     """
     if not words or "--help" in words or "-h" in words:
         print(USAGE, end="")
@@ -52,7 +52,7 @@ def export(words: list[str]) -> int:
 
 
 def _save(run: Path, path: Path) -> None:
-    """Write a file that ``torch.load(path, weights_only=True)`` reads; it appears when it is complete."""
+    """Write a file that ``torch.load(path, weights_only=True)`` reads. The file appears when it is complete."""
     import torch
 
     from unisono.run.spec import load

@@ -27,7 +27,7 @@ directory DIR contains both. At Ctrl-C or SIGTERM, these workers finish their st
 The run may also end without them.
 
 This host runs the task or script that is named here, and refuses any other that the coordinator names. Without --task
-and --script, the command shows the run's task on the terminal and asks.
+and --script, the command shows the run's task on the terminal, and asks whether to run it.
 
   --workers N        processes to start here [1]
   --task NAME        the task of the run, as in unisono train NAME
@@ -35,8 +35,8 @@ and --script, the command shows the run's task on the terminal and asks.
   --directory DIR    this host's directory of tasks that are not built in [.]
   --run-dir DIR      the directory of a run on this host
   --token-file FILE  file with the token, instead of {VARIABLE}
-  --authority FILE   certificate that has signed the coordinator's, or the fingerprint that the coordinator has printed
-                     (sha256:...); none: plain http:// to another host, which is not encrypted
+  --authority FILE   the authority's certificate that has signed the coordinator's certificate, or the fingerprint that
+                     the coordinator has printed (sha256:...); none: plain http:// to another host, not encrypted
   --logs DIR         directory for the workers' logs [runs/<host>-<number>/logs]
 """
 
@@ -47,7 +47,7 @@ def join(words: list[str]) -> int:
     Returns 0 when the run is complete, or all workers of this host have left it.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the workers of this host failed.
+        UnisonoError: the arguments are invalid, or the workers of this host failed.
     """
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
@@ -74,7 +74,7 @@ def address_from(options: Mapping[str, str], rest: list[str], command: str) -> C
     """The coordinator that the arguments of ``unisono join`` or ``unisono status`` name.
 
     Raises:
-        InvalidInput: not exactly one URL or run directory.
+        InvalidInput: there is not exactly one URL or run directory.
     """
     if len(rest) + ("--run-dir" in options) != 1:
         given = " ".join(rest) or "(nothing)"
@@ -88,10 +88,11 @@ def _consent(options: Mapping[str, str], display: Display) -> Consent:
     """What `options` allow this host to run.
 
     Raises:
-        InvalidInput: both a task and a script.
+        InvalidInput: both a task and a script are given.
     """
     if "--task" in options and "--script" in options:
-        raise InvalidInput("--script", options["--script"], "--task is given too", "a run has one of them")
+        raise InvalidInput("--script", options["--script"], "--task is given too, and a run has only one of the two",
+                           "leave one out")  # fmt: skip
 
     def ask(what: str) -> bool:
         display.handle(0, {"kind": "breakpoint"})  # stops the live display

@@ -51,17 +51,17 @@ class LaunchRequest:
     """What the command was asked to run.
 
     Args:
-        script: the file.
-        arguments: arguments of the script.
-        workers: number of processes.
-        logs: directory for the workers' logs.
-        run: directory of the run.
+        script: the file of the script.
+        arguments: the arguments of the script.
+        workers: the number of processes.
+        logs: the directory for the workers' logs.
+        run: the directory of the run.
         min_workers: the run continues as long as it has this number of workers.
-        max_workers: others may join up to this number; None: up to `workers`.
+        max_workers: further workers may join up to this number; None: up to `workers`.
         elastic: whether workers may join and leave.
-        coordinator: where the run's coordinator is, if options say so.
-        named: whether the user has named a directory; otherwise the name is changed if it exists.
-        debug: rank of the worker that has the terminal, if an option says so.
+        coordinator: where the run's coordinator is; None: no option says so.
+        named: whether the user has named a directory; otherwise another name is chosen if `run` exists.
+        debug: the rank of the worker that has the terminal; None: no option names one.
     """
 
     script: Path
@@ -86,7 +86,7 @@ def launch(words: list[str]) -> int:
     """Run ``unisono launch`` with the arguments `words`; 0 when the script has finished in every worker.
 
     Raises:
-        UnisonoError: the arguments cannot work, or a worker failed.
+        UnisonoError: the arguments are invalid, or a worker failed.
     """
     if words[:1] in (["--help"], ["-h"]):
         print(USAGE, end="")
@@ -117,7 +117,7 @@ def launch(words: list[str]) -> int:
 
 
 class NoticePrinter:
-    """Prints notices of workers and launcher to standard error; a finding that all workers report, once."""
+    """Prints notices of workers and launcher to standard error. A finding that all workers report is printed once."""
 
     def __init__(self) -> None:
         self._findings: set[str] = set()
@@ -138,7 +138,7 @@ class NoticePrinter:
 
 @contextmanager
 def _claim_directory(request: LaunchRequest) -> Iterator[LaunchRequest]:
-    """Create the run's directory and hold its lock; yields `request` with the name that it got."""
+    """Create the run's directory and hold its lock; yields `request` with the final name of the directory."""
     with ExitStack() as stack:
         try:
             if not request.named:
@@ -156,7 +156,7 @@ def _claim_directory(request: LaunchRequest) -> Iterator[LaunchRequest]:
 def _elastic_options(
     request: LaunchRequest, server: ForkServer, on_notice: Callable[[str], None], started_at: float
 ) -> AbstractContextManager[ElasticOptions | None]:
-    """A coordinator for workers that join and leave; None if none may."""
+    """A context with the coordinator for workers that join and leave; with None if no worker may join or leave."""
     if not request.elastic or (request.most_workers == 1 and request.coordinator is None):
         return nullcontext()
     expected = max(request.workers, request.min_workers)
@@ -171,7 +171,7 @@ def read_request(words: list[str]) -> LaunchRequest:
     """Read the command's options up to the script; everything after it belongs to the script.
 
     Raises:
-        InvalidInput: an unknown option, no script, or not a number of workers.
+        InvalidInput: an unknown option, no script, an invalid number of workers, or options that exclude each other.
     """
     options, rest = read_options(words, _TABLE, others=Others.STOP_AT_ARGUMENT)
     if not rest:
@@ -188,7 +188,8 @@ def read_request(words: list[str]) -> LaunchRequest:
         {name: value for name, value in options.items() if name in coordinator_options.OPTIONS}
     )
     if not elastic and (max_workers is not None or coordinator is not None):
-        raise InvalidInput("--no-elastic", "(given)", "then no worker can join or leave",
+        other = f"--workers {options['--workers']}" if max_workers is not None else "the options about the coordinator"
+        raise InvalidInput("--no-elastic", "(given)", f"it excludes {other}, since no worker can join or leave then",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
     debug = whole_number("--debug", options["--debug"], 0) if "--debug" in options else None
     if debug is not None and debug >= workers:

@@ -22,7 +22,7 @@ def layout(words: list[str]) -> int:
     """Run ``unisono layout`` with the arguments `words`; 0 when the table is printed.
 
     Raises:
-        UnisonoError: the arguments cannot work.
+        UnisonoError: the arguments are invalid, or the JSON file cannot be written.
     """
     if "--help" in words or "-h" in words:
         return _help(words)

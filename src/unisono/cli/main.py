@@ -32,12 +32,12 @@ commands:
   checkpoint     show, verify and convert checkpoints
 
   --version      print the version
-  --help         print this help; after a command, that of the command
+  --help         print this help; after a command, the help of that command
 
 exit codes:
   0    the command succeeded; a run has completed all steps
   1    the run failed; it can be resumed from its last checkpoint
-  2    the arguments cannot work, or the loss is not finite
+  2    the arguments are invalid, or the loss is not finite
   130  the run was stopped by Ctrl-C (143: SIGTERM, 129: SIGHUP); it can be resumed from its last step
 
 example:
@@ -48,7 +48,8 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit code.
 
-    0: success. 1: a run failed. 2: the arguments cannot work. 128 plus a signal's number: interrupted by it.
+    The codes: 0: success; 1: a run failed; 2: the arguments are invalid, or the loss is not finite; 128 plus the number
+    of a signal: interrupted by that signal.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     with ignoring_output_errors() if words[:1] and words[0] in LONG_RUNNING else nullcontext():

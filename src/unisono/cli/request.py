@@ -1,4 +1,4 @@
-"""Merges a TOML file, options and ``--set`` into a task and its settings; the later ones win."""
+"""Merges a TOML file, options and ``--set``, of which the later ones win, into a task and its settings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TrainRequest:
     Args:
         source: the task.
         settings: the fields of `Config` that were given.
-        json: path for the result.
-        coordinator: where the run's coordinator is, if options say so.
-        debug: rank of the worker that has the terminal, if an option says so.
+        json: the path for the result as JSON; None: it is not written.
+        coordinator: where the run's coordinator is; None: no option says so.
+        debug: the rank of the worker that has the terminal; None: no option names one.
     """
 
     source: NamedTask
@@ -44,7 +44,7 @@ def build_request(arguments: TrainArguments) -> TrainRequest:
     """Merge the file, the options and every ``--set`` of `arguments`.
 
     Raises:
-        InvalidInput: no task or an unknown one, an unusable file, or a ``--set`` that is not KEY=VALUE.
+        InvalidInput: no task is given or the task is unknown, a file is unusable, or a ``--set`` is not KEY=VALUE.
     """
     known = fields()
     set_settings, set_arguments = read_sets(arguments.sets, known)
@@ -102,7 +102,7 @@ def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[s
 
 
 def read_sets(sets: Sequence[str], known: Mapping[str, Field]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `Config` and task arguments of every ``KEY=VALUE``; a value in brackets is a TOML list.
+    """The fields of `Config`, and the arguments of the task, in all ``KEY=VALUE``. A value in brackets is a TOML list.
 
     Raises:
         InvalidInput: a word is not ``KEY=VALUE``, or a list is not TOML.

@@ -45,8 +45,8 @@ class SimulateRequest:
     """What the command was asked to forecast.
 
     Args:
-        request: as of ``unisono train``.
-        options: the command's own options by name, the last one of each.
+        request: what to train, as ``unisono train`` reads it.
+        options: the command's own options by name, each with the last value given for it.
         against: the value of every ``--against``.
     """
 
@@ -59,7 +59,7 @@ def simulate(words: list[str]) -> int:
     """Run ``unisono simulate`` with the arguments `words`; 0 when the forecast is printed.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the loss diverges.
+        UnisonoError: the arguments are invalid, the loss diverges, or a file cannot be written.
     """
     if "--help" in words or "-h" in words:
         return _help(words)
@@ -162,7 +162,7 @@ def read_request(words: Sequence[str]) -> SimulateRequest:
     """Read the command's own options, and the others as ``unisono train`` does.
 
     Raises:
-        InvalidInput: an option without its value, or whatever ``unisono train`` refuses.
+        InvalidInput: an option has no value, or ``unisono train`` would refuse the arguments.
     """
     pairs, rest = _split(words)
     options = _DEFAULTS | {name: value for name, value in pairs if name != "--against"}

@@ -35,8 +35,8 @@ For a run that has ended, show how its time was spent.
 
   --run-dir DIR      the directory of a run on this host
   --token-file FILE  file with the token, instead of {VARIABLE}
-  --authority FILE   certificate that has signed the coordinator's, or the fingerprint that the coordinator has printed
-                     (sha256:...); none: plain http:// to another host, which is not encrypted
+  --authority FILE   the authority's certificate that has signed the coordinator's certificate, or the fingerprint that
+                     the coordinator has printed (sha256:...); none: plain http:// to another host, not encrypted
   --json             print the coordinator's answer as JSON
 """
 _RECENT = 12  # events that are shown
@@ -46,7 +46,7 @@ def status(words: list[str]) -> int:
     """Run ``unisono status`` with the arguments `words`; 0 when the status is printed.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the coordinator does not answer.
+        UnisonoError: the arguments are invalid, or the coordinator does not answer.
     """
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
@@ -59,7 +59,7 @@ def status(words: list[str]) -> int:
     status = fetch(address, "/v1/status", StatusMessage)
     if status is None:
         raise InvalidInput(
-            "coordinator", address.url, "it is not a coordinator, or of another version", "check the address"
+            "coordinator", address.url, "what responds there is not a coordinator of this version", "check the address"
         )
     if "--json" in options:
         print(status.json_text(indent=2))
@@ -69,7 +69,7 @@ def status(words: list[str]) -> int:
 
 
 def _summary(run: Path) -> Mapping[str, Any] | None:
-    """The summary of a run that has ended; None for any other."""
+    """The summary of the run in directory `run`, if it has ended; else None."""
     if (run / DIRECTORY / CONTACT).exists():
         return None
     try:

@@ -8,7 +8,7 @@ from unisono.tasks import TASKS
 
 
 def tasks(words: list[str]) -> int:
-    """Print every built-in task.
+    """Print every built-in task with its options.
 
     Raises:
         InvalidInput: there are arguments.

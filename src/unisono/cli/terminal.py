@@ -1,4 +1,4 @@
-"""Signals and closed output streams of a command, outside the launcher's event loop."""
+"""Handles signals and closed output streams of a command, outside the launcher's event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SignalReceived(KeyboardInterrupt):
     """A signal has asked this process to end.
 
     Args:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -27,7 +27,7 @@ class SignalReceived(KeyboardInterrupt):
 
 
 def interrupt_output(error: KeyboardInterrupt) -> tuple[str, int]:
-    """Output and exit code of a command that `error` ends: 130 after SIGINT, 143 after SIGTERM."""
+    """The output and the exit code of a command that `error` ends: 130 after SIGINT, 143 after SIGTERM."""
     number = error.number if isinstance(error, SignalReceived) else signal.SIGINT
     return f"interrupted by {signal.Signals(number).name}", 128 + number
 
@@ -36,7 +36,7 @@ def interrupt_output(error: KeyboardInterrupt) -> tuple[str, int]:
 def raising_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise `SignalReceived`, unless they are ignored (``nohup``).
 
-    Each is raised once: a terminal that is closed sends SIGHUP several times, ``timeout`` sends SIGTERM twice.
+    Each signal raises only once: a terminal that is closed sends SIGHUP several times, ``timeout`` sends SIGTERM twice.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,7 +69,7 @@ def ignoring_output_errors() -> Iterator[None]:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `descriptor`
     previous = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_unfailing(stream, original, number) for stream, original, number in
                               ((sys.stdout, sys.__stdout__, 1), (sys.stderr, sys.__stderr__, 2)))  # fmt: skip
@@ -82,7 +82,7 @@ def ignoring_output_errors() -> Iterator[None]:
 
 
 def _unfailing(stream: Any, original: Any, descriptor: int) -> Any:
-    """`stream`, replaced by an unfailing one if it is the interpreter's `original`, None if that was closed."""
+    """An unfailing stream in place of `stream` if that is the interpreter's `original` (None: it was closed)."""
     if stream is not original:
         return stream
     if original is None:

@@ -21,10 +21,10 @@ from unisono.observe.formatting import resume_command
 def train(words: list[str]) -> int:
     """Run ``unisono train`` with the arguments `words`.
 
-    Returns 0 when all steps are done, or 128 plus the number of the signal that has interrupted the run before.
+    Returns 0 when all steps are done, or 128 plus the number of the signal that has interrupted the run.
 
     Raises:
-        UnisonoError: the arguments cannot work, or the run failed.
+        UnisonoError: the arguments are invalid, or the run failed.
     """
     if "--help" in words or "-h" in words:
         return _help(words)
@@ -50,7 +50,7 @@ def train(words: list[str]) -> int:
 
 
 def start_run(request: TrainRequest, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
-    """Run the request, and return the fields of its `Result`.
+    """Run what `request` asks for, and return the fields of the `Result`.
 
     Returns None in a worker other than 0 of another launcher, and if all workers of this host have left the run.
     """

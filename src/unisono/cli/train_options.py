@@ -20,17 +20,17 @@ _OWN = ("--config", "--set", "--json", "--debug", "--help", *COORDINATOR_OPTIONS
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Arguments of ``unisono train``, as text.
+    """The arguments of ``unisono train``, as text.
 
     Args:
-        task: name of the task, if it was given.
-        settings: fields of `Config`.
-        arguments: options of the task: a text, a list of texts, or True for an option without value.
+        task: the name of the task; None: it is not given.
+        settings: the fields of `Config` that are given.
+        arguments: the options of the task: a text, a list of texts, or True for an option without value.
         sets: ``KEY=VALUE`` of every ``--set``.
-        config: path of a TOML file.
-        json: path for the result.
-        coordinator: options of `unisono.cli.coordinator_options`.
-        debug: rank of the worker that has the terminal.
+        config: the path of a TOML file; None: there is none.
+        json: the path for the result as JSON; None: it is not written.
+        coordinator: the options of `unisono.cli.coordinator_options` that are given.
+        debug: the rank of the worker that has the terminal; None: no option names one.
     """
 
     task: str | None
@@ -47,7 +47,7 @@ def parse_arguments(words: Sequence[str]) -> TrainArguments:
     """Parse the arguments of ``unisono train``.
 
     Raises:
-        InvalidInput: a known option without its value, or more than one task.
+        InvalidInput: a known option has no value, or more than one task is given.
     """
     tasks, own, task_arguments = split_words(words, option_arity(fields()))
     if len(tasks) > 1:
@@ -71,7 +71,7 @@ def option_arity(known: Mapping[str, Field]) -> dict[str, int]:
 
 
 def split_words(words: Sequence[str], known: Mapping[str, int]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Split into arguments, the command's own options with their values, and options of the task.
+    """Split `words` into arguments, the command's own options with their values, and options of the task.
 
     An option of the task takes all words up to the next option: none (True), one (a text) or several (a list).
     """

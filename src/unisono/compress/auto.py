@@ -1,4 +1,4 @@
-"""Measures link and arithmetic, and picks the compressor with the shortest step; often that is no compression."""
+"""Measures link and arithmetic, and picks the compressor with the shortest step; often that is none."""
 
 from __future__ import annotations
 
@@ -44,33 +44,35 @@ _LINK_BYTES: dict[str, Callable[[int], float]] = {  # bytes on a worker's link p
 
 @dataclass(frozen=True)
 class Auto(Delegate):
-    """Picks, for each bucket, the one of `candidates` with the shortest step.
+    """Picks, for each bucket, the compressor among `candidates` with which a step is shortest.
 
-    1. In its first step, a bucket runs every candidate without peers on its own numbers, which measures the arithmetic
+    1. In its first step, a bucket runs every candidate on its own numbers without peers, which measures the arithmetic
        and the messages. It also sends messages of growing size, which measures latency and rate of each operation.
-    2. For `steps` steps it uses the candidate that would be fastest without overlap, and measures steps and waits.
-       From these, `forecast` predicts the step with each candidate. All measurements are those of the slowest worker.
+    2. For `steps` steps, the bucket uses the candidate that would be fastest without overlap, and measures steps and
+       waits. From these, `forecast` predicts the step with each candidate. All measurements are those of the slowest
+       worker.
     3. Forecasts do not include workers that share a processor, or other traffic on the link. So candidates that are
-       not ruled out are tried in all buckets, one after the other, for `steps` steps each. The last round uses the
-       best forecast of each bucket.
+       not ruled out are tried in all buckets, one after the other, for `steps` steps each. In the last round, each
+       bucket uses the candidate with its best forecast.
 
     The candidate with the shortest step is chosen. All workers have the same measurements, and so choose alike. A
-    candidate must save the fraction `gain` against the ones before it: list the most accurate first. After `again`
-    steps everything is measured again. Worker 0 logs every decision.
+    candidate must save the fraction `gain` of a step against all candidates before it, so list the most accurate first.
+    After `again` steps everything is measured again. Worker 0 logs every decision.
 
-    Servers and gossip do not use `mean` and need messages of a fixed length: there, the compressor is `fixed`.
+    Parameter servers and gossip do not use `mean`, and need messages of a fixed length. They use `fixed`.
 
     Args:
         candidates: compressors to choose from, the most accurate first. The default ones hardly affect convergence;
             `OneBit` and `TopK` send less, and may need more steps than they save.
         fixed: the compressor where `mean` is not used.
-        gain: least fraction of a step that a less accurate candidate has to save.
-        steps: steps of each trial round, at least 4.
-        again: steps from one measurement to the next; 0 measures once.
+        gain: the least fraction of a step that a less accurate candidate has to save.
+        steps: the number of steps of each trial round, at least 4.
+        again: the number of steps from one measurement to the next; 0 measures once.
 
     Raises:
-        ValueError: no candidates; a candidate that is not a compressor, or sums in another dtype than the others
-            (`Exact`); `gain` outside 0..1; `steps` below 4; `again` neither 0 nor above the steps of measuring.
+        ValueError: there are no candidates; a candidate or `fixed` is not a compressor, or does not sum in fp32
+            (`Exact`); `gain` is outside 0..1; `steps` is below 4; `again` is neither 0 nor above the steps of
+            measuring.
     """
 
     candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), PowerSGD(4))
@@ -85,9 +87,9 @@ class Auto(Delegate):
         for candidate in (*self.candidates, self.fixed):
             check_compressor("candidates", candidate)
             if candidate.total_dtype(torch.float32) != torch.float32:
-                raise ValueError(f"candidates: {candidate!r} sums in another type than the others")
+                raise ValueError(f"candidates: {candidate!r} does not sum gradients of fp32 in fp32, as all have to")
         if not 0 <= self.gain < 1:
-            raise ValueError(f"gain={self.gain!r} is not from 0 to below 1")
+            raise ValueError(f"gain={self.gain!r} is not a number from 0 to below 1")
         if not isinstance(self.steps, int) or self.steps < 4:
             raise ValueError(f"steps={self.steps!r} is not a whole number from 4")
         measuring = self.steps * (len(self.candidates) + 2)
@@ -107,7 +109,7 @@ class Auto(Delegate):
 
     def is_one_sum(self, memory: CompressorMemory) -> bool:
         trial: BucketTrial | None = memory.get("trial")
-        if trial is None or self._restarts(trial) or trial.is_over(self.steps):  # measures or decides first
+        if trial is None or self._restarts(trial) or trial.is_over(self.steps):  # `mean` measures or decides first
             return False
         now = trial.candidate(self.steps)
         return self.candidates[now].is_one_sum(memory.part(str(now)))
@@ -146,13 +148,13 @@ class Auto(Delegate):
         return result
 
     def _restarts(self, trial: BucketTrial) -> bool:
-        """Whether everything is measured again."""
+        """Whether everything is measured again in this step."""
         return trial.step == self.again > 0
 
     def _measure(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, dtype: torch.dtype, chosen: int | None
     ) -> BucketTrial:
-        """Collective: measures arithmetic and link; blocks, so that nothing else is in flight."""
+        """Collective: measure arithmetic and link. Blocks, so that nothing else is in flight."""
         local = [dry_run(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
         maxima = slowest([c.arithmetic_seconds for c in local], comm, total.device)
         candidates = [Candidate(c.name, seconds, c.messages) for c, seconds in zip(local, maxima)]
@@ -168,10 +170,10 @@ class Auto(Delegate):
     def _advance(
         self, trial: BucketTrial, now: _StepTiming, comm: CollectiveVerbs, total: Tensor, spans: Sequence[Span]
     ) -> BucketTrial:
-        """Collective: plans the other rounds after the first one, or decides after the last one."""
+        """Collective: after the first round, plan the other rounds; after the last round, choose a candidate."""
         measurements = trial.measurements
         if not trial.forecasts:
-            timings = [*trial.timings[1:], now]  # other buckets measured their candidates in the first step
+            timings = [*trial.timings[1:], now]  # without the first step, in which other buckets measured candidates
             pairs = list(pairwise(timings))
             step = median(end.start - timing.start for timing, end in pairs)
             own = median(
@@ -197,12 +199,12 @@ class Auto(Delegate):
 
 @dataclass(frozen=True)
 class _StepTiming:
-    """One step of one bucket.
+    """The timing of the mean of one bucket in one step.
 
     Args:
-        start: when its mean began.
-        sent_before, sent_after: the bytes that this worker had sent before and after it.
-        blocked_seconds: how long this worker blocked on it.
+        start: the time at which the mean began, by the clock of the communicator.
+        sent_before, sent_after: the bytes that this worker had sent before and after the mean.
+        blocked_seconds: how long this worker was blocked while it waited for the mean.
     """
 
     start: float
@@ -213,7 +215,7 @@ class _StepTiming:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What all workers know of a bucket before the trial: the cost of its candidates, and the link."""
+    """What is measured of a bucket before its trial: the cost of its candidates, and the link. Equal on all workers."""
 
     candidates: tuple[Candidate, ...]
     links: dict[str, LinkCost]
@@ -228,15 +230,15 @@ class Measurements:
 
 @dataclass(frozen=True)
 class BucketTrial:
-    """The progress of a bucket's choice.
+    """The progress of a bucket towards its choice of a candidate.
 
     Attributes:
-        rounds: the candidate of each round that is planned: only the first one, later all.
-        timings: of the steps so far; empty once the choice is made.
-        forecasts: of all candidates, from the first round.
-        taken: median seconds of a step in each round after the first, on the slowest worker.
-        chosen: the index of the chosen candidate.
-        step: steps since the trial began.
+        rounds: the index of the candidate in each planned round. At first only the first round is planned, later all.
+        timings: the timings of the steps so far; empty once the choice is made.
+        forecasts: the forecasts for all candidates; empty until the first round is complete.
+        taken: the median seconds of a step in each round after the first, on the slowest worker.
+        chosen: the index of the chosen candidate; None: there is no choice yet.
+        step: the number of steps since the trial began.
     """
 
     measurements: Measurements
@@ -261,7 +263,7 @@ class BucketTrial:
         return replace(self, step=self.step + 1, timings=timings)
 
     def sentence(self, workers: int) -> str:
-        """The decision in a sentence."""
+        """The choice and its reasons as one sentence, for the log."""
         i, candidates, links = self.chosen, self.measurements.candidates, self.measurements.links
         assert i is not None, "nothing is chosen yet"
         candidate = candidates[i]
@@ -306,7 +308,7 @@ class _TimedWork:
 
 
 def _timed(steps: Mean, comm: CollectiveVerbs) -> Generator[Any, Any, tuple[Tensor, float]]:
-    """The mean of `steps`, and how long it blocked."""
+    """Run `steps`; returns the mean, and the seconds for which its waits blocked."""
     received, blocked = None, 0.0
     while True:
         try:

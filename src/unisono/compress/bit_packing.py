@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def packed(count: int, bits: int) -> int:
-    """The bytes that `count` codes of `bits` bits take."""
+    """The number of bytes that `count` codes of `bits` bits take."""
     return -(-count * bits // 8)
 
 

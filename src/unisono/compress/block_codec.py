@@ -30,14 +30,14 @@ class BlockCodec(Codec):
     """Base of block-wise codecs. A subclass defines `code_bits`, `scales` and `levels`, and overrides other defaults.
 
     Args:
-        block: numbers that share a scale; the last block may be shorter.
+        block: how many numbers share a scale; the last block may be shorter.
     """
 
     block: int
 
     @property
     def code_bits(self) -> int:
-        """The bits of one code: 1, 2, 4 or 8."""
+        """The number of bits of one code: 1, 2, 4 or 8."""
         raise NotImplementedError
 
     @property
@@ -67,11 +67,11 @@ class BlockCodec(Codec):
         raise NotImplementedError
 
     def values(self, levels: Tensor, scales: Tensor) -> None:
-        """Decode `levels`, in place."""
+        """Replace `levels` in place by the numbers that they represent."""
         levels.mul_(scales)
 
     def dither(self, total: Tensor, memory: CompressorMemory) -> Dither | None:
-        """The numbers that are added before rounding down; None: rounding is to nearest."""
+        """The random numbers that are added before rounding down; None: rounding is to nearest."""
         return None
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -131,11 +131,11 @@ class BlockCodec(Codec):
         return message
 
     def _head(self, numel: int) -> int:
-        """The bytes of the scales."""
+        """The number of bytes of the scales."""
         return -(-numel // self.block) * SCALE.itemsize if self.scaled else 0
 
     def _length(self, numel: int) -> int:
-        """The bytes of the message."""
+        """The number of bytes of a message."""
         return -(-(self._head(numel) + packed(numel, self.code_bits)) // _ALIGN) * _ALIGN
 
     def _fields(self, message: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -177,7 +177,7 @@ def check_block(block: object) -> None:
     """Check the size of a block.
 
     Raises:
-        ValueError: not a multiple of 8 from 8 to 131072.
+        ValueError: `block` is not a multiple of 8 from 8 to 131072.
     """
     if not isinstance(block, int) or not 8 <= block <= _PIECE or block % 8:
         raise ValueError(f"block={block!r} is not a multiple of 8 from 8 to {_PIECE}")
@@ -192,7 +192,7 @@ def _shapes(numel: int, block: int) -> list[tuple[int, int]]:
 
 
 def _pieces(flat: Tensor, block: int) -> list[Tensor]:
-    """One view of `flat` per piece, in its shape."""
+    """The pieces of `flat`, as views of the shape ``[blocks, numbers of a block]``."""
     shapes = _shapes(flat.numel(), block)
     return [part.view(shape) for part, shape in zip(flat.split([rows * n for rows, n in shapes]), shapes)]
 

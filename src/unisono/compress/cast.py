@@ -1,4 +1,4 @@
-"""Gradients in a smaller floating-point type."""
+"""A compressor that sends gradients in a smaller floating-point type."""
 
 from __future__ import annotations
 

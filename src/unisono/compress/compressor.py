@@ -47,7 +47,7 @@ class Buffered(Protocol):
         """The dtype of a buffer for gradients of `dtype`."""
 
     def writes(self, weight: float) -> bool:
-        """Whether `write` accepts gradients of that weight; `Compressor.add` accepts any."""
+        """Whether `write` accepts gradients of that weight; `Compressor.add` accepts any weight."""
 
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
         """Overwrite `buffer` with ``weight * gradient`` in the form that `fold` reads. Both have the same shape."""
@@ -60,12 +60,12 @@ class Buffered(Protocol):
 
 
 class Compressor(Protocol):
-    """A frozen value without state; the state of a sender is in its `CompressorMemory`.
+    """Turns totals into messages and back, as a frozen value. The state of a sender is in its `CompressorMemory`.
 
-    Totals are flat, of dtype `total_dtype`. `spans` name the parameters and their ranges in a total; it is empty for a
-    piece without structure. Inside a worker, `add` sums micro-batches. Between workers, `mean` takes the weighted sum
-    of all totals, whose weights already add up to 1. Elements behind the gradients (the control word) survive only
-    where `is_one_sum` is true.
+    Totals are flat, of dtype `total_dtype`. `spans` names the parameters in a total with their ranges; it is empty for
+    a piece of a total, whose structure is unknown. Inside a worker, `add` sums micro-batches. Between workers, `mean`
+    sums all totals, whose gradients have weights that already add up to 1. Numbers behind the gradients in a total (the
+    control word) are summed correctly only if `is_one_sum` is true.
     """
 
     @property
@@ -81,16 +81,16 @@ class Compressor(Protocol):
         """Whether `add` refuses numbers that are not finite."""
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
-        """The compressor for parameter `name`; itself, unless it treats parameters differently."""
+        """The compressor for parameter `name`: this one, unless it compresses different parameters differently."""
 
     def for_sums_of(self, addends: int) -> Compressor:
-        """The compressor for totals that add up at most `addends` gradients, over all workers; itself, unless the
-        range of its numbers depends on that."""
+        """The compressor for totals that add up at most `addends` gradients, over all workers: this one, unless the
+        range of numbers that it can represent depends on `addends`."""
 
     def is_one_sum(self, memory: CompressorMemory) -> bool:
         """Whether the next `mean` with `memory` is one `sum`; the same on all workers.
 
-        Always true where `is_additive` is; may change from step to step where the compressor chooses between others.
+        Always true if `is_additive` is. It may change from step to step if the compressor chooses between others.
         """
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -108,7 +108,7 @@ class Compressor(Protocol):
 
     @property
     def buffered(self) -> Buffered | None:
-        """How to add many gradients at once; None where that is no faster than `add` for each."""
+        """How to add many gradients at once; None if that is no faster than `add` for each gradient."""
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of `dtype` that `total` represents; may be `total` itself."""
@@ -129,26 +129,26 @@ class Compressor(Protocol):
         """The total that `message` represents, ``[numel]``; may be `message` itself.
 
         Raises:
-            ValueError: a message that `encode` cannot have made.
+            ValueError: `encode` cannot have made `message`.
         """
 
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        """Collective: the sum of all workers' totals as gradients of `dtype`, the same bits on all.
+        """Collective: the sum of all workers' totals as gradients of `dtype`, with the same bits on all workers.
 
         May write into `total`.
         """
 
 
 def bits(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bits of the message for `numel` gradients of `dtype`, one way."""
+    """The size in bits of one message for `numel` gradients of `dtype`."""
     message = compress.blank(spans, numel, dtype, torch.device("meta"))
     return message.numel() * message.element_size() * 8
 
 
 class Codec:
-    """Base of most compressors: totals are plain sums, with error feedback, and a mean in two hops.
+    """Base of most compressors: sums gradients plainly, applies error feedback, and takes the mean in two hops.
 
     A subclass defines `blank`, `encode` and `decode`.
     """
@@ -220,7 +220,7 @@ class Codec:
     ) -> Mean:
         """A mean in two hops, both with error feedback (Tang et al. 2019, "DoubleSqueeze", algorithm 1).
 
-        Each worker sums its piece of all totals, then sends the sum to all others.
+        Each worker receives its piece of all totals, and sends the sum of these pieces to all others.
         """
         if comm.size == 1:
             message = self.encode_with_feedback(total, spans, memory)

@@ -1,12 +1,12 @@
-"""The time of a step with each of several compressors: arithmetic on measurements, without I/O.
+"""Forecasts the time of a step with each of several compressors, by arithmetic on measurements, without I/O.
 
-The exchange of a bucket takes several messages. A message of `b` bytes takes ``latency + b / rate``, which depend on
-its collective operation. The link carries one bucket after the other, and part of each exchange overlaps with
-computing::
+The exchange of a bucket takes several messages. A message of `b` bytes takes ``latency + b / rate`` seconds; latency
+and rate depend on its collective operation. The link carries one bucket after the other, and part of each exchange
+overlaps with computing::
 
     step = computing + (arithmetic + max(0, exchange - hidden)) / share
 
-A bucket has measurements of itself only; it extrapolates to all buckets by its `share` of all bytes.
+A bucket has measurements only of itself. It extrapolates to all buckets by its `share` of all bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 HIDDEN_FRACTION = 0.5
-"""The part of a step's computing that is assumed to overlap with exchanges, where no wait was measured.
+"""The part of a step's computing that is assumed to overlap with exchanges if no wait was measured.
 
 Backward takes two thirds of the computing, and the last bucket fills at its end.
 """
 
 WORTH_TRYING = 1.5
-"""A candidate is tried only if its forecast is at most this multiple of the best one.
+"""A candidate is tried only if its forecast is at most this multiple of the best forecast.
 
 Forecasts err by a third where workers share a processor.
 """
 
-_NEGLIGIBLE = 0.1  # of an exchange; shorter waits come from the clock's resolution and from unequal workers
+_NEGLIGIBLE = 0.1  # part of an exchange; shorter waits come from the clock's resolution and from unequal workers
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Candidate:
     """The cost of one bucket with one compressor.
 
     Args:
-        name: as the user wrote it.
-        arithmetic_seconds: of encoding and decoding, on the slowest worker.
-        messages: the collective operations of one mean, each with the bytes of a worker's input.
+        name: the compressor as the user wrote it.
+        arithmetic_seconds: the time for encoding and decoding, on the slowest worker.
+        messages: the collective operations of one mean, each with the size in bytes of a worker's input.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Candidate:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of a worker's inputs to all messages."""
+        """The size in bytes of a worker's inputs to all messages."""
         return sum(size for _, size in self.messages)
 
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """The forecast for one candidate: the cost of this bucket, and of a step with it in all buckets."""
+    """The forecast for one candidate: its cost in this bucket, and the time of a step in which all buckets use it."""
 
     arithmetic_seconds: float
     exchange_seconds: float
@@ -75,7 +75,10 @@ class CandidateCost:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> LinkCost:
-    """The line through the smallest and the largest of ``(bytes, seconds)``; both results are at least 0."""
+    """The latency and the rate by the line through the smallest and the largest of the points ``(bytes, seconds)``.
+
+    Both are at least 0.
+    """
     (small, least), (large, most) = min(points), max(points)
     rate = max(0.0, most - least) / (large - small) if large > small else 0.0
     return LinkCost(max(0.0, least - rate * small), rate)
@@ -86,9 +89,9 @@ class OverlapModel:
     """How much of a bucket's exchange overlaps with computing.
 
     Args:
-        computing_seconds: of a step without compression and exchange.
+        computing_seconds: the time of a step without compression and exchange.
         hidden_seconds: the part of this bucket's exchange that overlaps with computing.
-        share: this bucket's part of all bytes, above 0 and at most 1.
+        share: this bucket's part of the bytes of all buckets, above 0 and at most 1.
     """
 
     computing_seconds: float
@@ -117,7 +120,7 @@ def forecast(candidate: Candidate, links: Mapping[str, LinkCost], overlap: Overl
 def pick(step_seconds: Sequence[float], gain: float) -> int:
     """The index of the best of `step_seconds`, which begin with the most accurate candidate.
 
-    A later one is picked only if it is shorter by the fraction `gain` than the best before it.
+    A later candidate is picked only if its step is shorter than the best one before it by the fraction `gain`.
     """
     best = 0
     for i, seconds in enumerate(step_seconds):
@@ -127,10 +130,10 @@ def pick(step_seconds: Sequence[float], gain: float) -> int:
 
 
 def trial_order(forecasts: Sequence[CandidateCost], gain: float) -> tuple[int, ...]:
-    """The candidate of each trial round of a bucket: every candidate once, then the best forecast.
+    """The candidate of each trial round of a bucket: every candidate once, then the candidate with the best forecast.
 
-    The best forecast also takes the place of candidates that are not `WORTH_TRYING`, so that all buckets have equally
-    many rounds and are always in the same one.
+    The latter also takes the place of candidates that are not `WORTH_TRYING`. So all buckets have equally many rounds,
+    and are always in the same round.
     """
     steps = [each.step_seconds for each in forecasts]
     best = pick(steps, gain)

@@ -13,11 +13,11 @@ from unisono.compress.span import Span
 
 
 class Delegate(Codec):
-    """Delegates all methods to `inner`. A subclass defines `inner`, and overrides where it differs."""
+    """Delegates to the compressor `inner`. A subclass defines `inner`, and overrides methods in which it differs."""
 
     @property
     def inner(self) -> Compressor:
-        """The compressor that methods are delegated to."""
+        """The compressor to which methods are delegated."""
         raise NotImplementedError
 
     @property
@@ -67,7 +67,8 @@ class Delegate(Codec):
 
 
 def check_compressor(field: str, value: object) -> None:
-    """
+    """Check the value of the argument `field`.
+
     Raises:
         ValueError: `value` is not a compressor.
     """

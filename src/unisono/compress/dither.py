@@ -17,9 +17,9 @@ _SHIFT = 977  # prime, so that pieces of a message use all shifts before any is 
 class Dither:
     """Uniform numbers in [0, 1), in steps of 2^-16, for one message.
 
-    The seed is the count of messages sent with this memory, and a checksum of a sample of the total. Totals of workers
-    differ, so workers round independently. Each number is uniform; two that are 131072 or more apart in one message may
-    be equal.
+    The seed is derived from the count of messages sent with `memory`, and from a checksum of a sample of the total.
+    Totals of workers differ, so workers round independently. Each number is uniform; two numbers that are 131072 or
+    more apart in one message may be equal.
     """
 
     def __init__(self, total: Tensor, memory: CompressorMemory) -> None:
@@ -31,7 +31,7 @@ class Dither:
         self._table = drawn.view(torch.int16).float().mul_(2**-16).add_(0.5).to(total.device)
 
     def of(self, start: int, like: Tensor) -> Tensor:
-        """The numbers for the elements of the total from `start`, in the shape of `like`, at most `PERIOD`."""
+        """The numbers for the elements of the total from `start` on, in the shape of `like` (at most `PERIOD`)."""
         shift = start // PERIOD * _SHIFT % _SHIFTS
         return self._table[shift : shift + like.numel()].view(like.shape)
 

@@ -1,4 +1,4 @@
-"""A mean computed without peers, to measure the cost of a compressor."""
+"""Computes a mean without peers, to measure the cost of a compressor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.compress.cost_model import Candidate
 from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
-_TIMES = 3  # the first allocates memory and warms caches; the fastest counts
+_TIMES = 3  # the first run allocates memory and warms caches; the fastest run counts
 
 
 def dry_run(

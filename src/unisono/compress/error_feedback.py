@@ -1,4 +1,4 @@
-"""Error feedback for a compressor that has none."""
+"""Adds error feedback to a compressor that has none."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from unisono.compress.span import Span
 
 @dataclass(frozen=True)
 class WithErrorFeedback(Delegate):
-    """Adds what `compress` leaves out of a message to the next one: ``m = C(x + e)``, ``e = x + e - m``.
+    """Adds what `compress` leaves out of a message to the next message: ``m = C(x + e)``, ``e = x + e - m``.
 
-    Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2, with residual ``e``. For compressors that
-    round without error feedback, such as `Cast` to 16 bits and the stochastic `Quantize`; others are unchanged.
-    Additive messages stay additive. What the sum between workers rounds is not part of any residual.
+    Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2, with residual ``e``. This is for compressors
+    that round without error feedback, such as `Cast` to 16 bits and the stochastic `Quantize`; others are unchanged.
+    Additive messages stay additive. Rounding in the sum between workers is not part of any residual.
 
     Args:
         compress: the compressor.

@@ -1,4 +1,4 @@
-"""Gradients on a grid on which sums of floats are exact, so that a sum does not depend on its order."""
+"""A compressor that rounds gradients to a grid on which sums are exact, so that a sum does not depend on its order."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Exact(Codec):
     Totals are float64, which represents every multiple of 2^-fraction_bits below 2^(53 - fraction_bits) exactly. While
     all partial sums are below that, no addition rounds. The bits of the mean then do not depend on the number of
     workers, on which worker computed which micro-batch, or on the order of messages. A message takes 8 bytes per
-    number. With `fraction_bits` = 40 the resolution is 9.1e-13 (rounding is to nearest, ties to even), and each number
-    of the weighted gradient of each of M micro-batches may reach 8192 / M.
+    number. With `fraction_bits` = 40, the resolution is 9.1e-13 (rounding is to nearest, ties to even). Each number of
+    the weighted gradient of each of M micro-batches may then reach 8192 / M.
 
     Raises:
-        ValueError: `fraction_bits` outside 8..48.
+        ValueError: `fraction_bits` is outside 8..48.
     """
 
     fraction_bits: int = 40
-    addends = 1  # of one sum; not a field, since users do not choose it
+    addends = 1  # the number of gradients in one sum; not a field, since users do not choose it
 
     def __post_init__(self) -> None:
         if not isinstance(self.fraction_bits, int) or not 8 <= self.fraction_bits <= 48:
@@ -51,7 +51,7 @@ class Exact(Codec):
 
     @property
     def bound(self) -> float:
-        """The largest magnitude of an addend for which all sums are exact."""
+        """The largest magnitude of a number of one gradient for which all sums are exact."""
         return 2.0 ** (53 - self.fraction_bits) / self.addends
 
     def for_sums_of(self, addends: int) -> Compressor:
@@ -112,9 +112,9 @@ class Exact(Codec):
         return (yield comm.sum(total, dtype))  # type: ignore[no-any-return]
 
     def _check(self, counted: Tensor, grid: float) -> None:
-        """Raise `ValueError` if a number, in multiples of the grid, is too large or NaN.
+        """Raise `ValueError` if a number of `counted`, in multiples of the grid, is too large or NaN.
 
-        No number exceeds the root of the sum of squares, which is faster to compute than the extremes. If that is
+        No number exceeds the root of the sum of squares, which is faster to compute than the extremes. If that root is
         within the bound (less a thousandth for its own rounding), no further check is needed.
         """
         flat = counted.reshape(-1)
@@ -125,8 +125,8 @@ class Exact(Codec):
         if not max(-float(least), float(most)) * grid <= self.bound:
             largest = float(counted.abs().amax()) * grid
             raise ValueError(
-                f"a gradient of weighted magnitude {largest:g} is outside the range ±{self.bound:g} of exact sums "
-                f"of {self.addends}; fewer fraction_bits give a larger range"
+                f"a gradient of weighted magnitude {largest:g} is outside the range ±{self.bound:g} of exact sums of "
+                f"{self.addends} gradients; fewer fraction_bits give a larger range"
             )
 
 
@@ -138,7 +138,7 @@ class ExactSums(Exact):
 
 
 def _chunks(total: Tensor, other: Tensor, numel: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Both tensors in equal pieces of up to `numel` elements; whole, unless both are contiguous."""
+    """Both tensors in equal pieces of up to `numel` elements, or as one piece unless both are contiguous."""
     if total.numel() <= numel or not (total.is_contiguous() and other.is_contiguous()):
         return [(total, other)]
     return zip(total.view(-1).split(numel), other.view(-1).split(numel))

@@ -1,7 +1,7 @@
-"""The indices of a sparse message, in few bits.
+"""Encodes the indices of a sparse message in few bits.
 
-``k`` increasing indices below ``n`` take about ``2 + log2(n / k)`` bits each. For one in a thousand that is 12 bits;
-the information-theoretic bound is 11.4.
+``k`` increasing indices below ``n`` take about ``2 + log2(n / k)`` bits each. With one index in a thousand that is 12
+bits; the information-theoretic bound is 11.4.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from unisono.compress import bit_packing as packing
 
 
 def packed_bytes(k: int, n: int) -> int:
-    """The bytes that `pack` returns for `k` indices below `n`."""
+    """The number of bytes that `pack` returns for `k` indices below `n`."""
     low = _low_bits(k, n)
     return 0 if k == n else _eights(k) * low + _eights(_unary_bits(k, n, low))
 
 
 def pack(indices: Tensor, n: int) -> Tensor:
-    """Increasing `indices` ``[k]`` below `n` as bytes ``[packed_bytes(k, n)]`` (Elias 1974; Fano 1971).
+    """Pack increasing `indices` ``[k]`` below `n` into bytes ``[packed_bytes(k, n)]`` (Elias 1974; Fano 1971).
 
     The low bits of all indices are packed. The high bits, which only grow, are written in unary: the bit at
     ``high + position`` is set. With ``k == n`` there are no bytes.
@@ -40,12 +40,12 @@ def unpack(packed: Tensor, k: int, n: int) -> Tensor:
     """The `k` increasing indices below `n`, int64; the inverse of `pack`.
 
     Raises:
-        ValueError: bytes that `pack` cannot have made.
+        ValueError: `pack` cannot have made `packed`.
     """
     if packed.dtype != torch.uint8 or packed.shape != (packed_bytes(k, n),):
         raise ValueError(
-            f"{tuple(packed.shape)} numbers of {packed.dtype} are not {packed_bytes(k, n)} bytes, which {k} indices "
-            f"below {n} take"
+            f"packed indices of {tuple(packed.shape)} {packed.dtype}, where {packed_bytes(k, n)} bytes are expected "
+            f"for {k} indices below {n}"
         )
     if k == n:
         return torch.arange(n, device=packed.device)
@@ -58,7 +58,7 @@ def unpack(packed: Tensor, k: int, n: int) -> Tensor:
     if low:
         indices |= _unpack_bits(packed[:cut], low, k)
     if k and (int(indices[-1]) >= n or bool((indices[1:] <= indices[:-1]).any())):
-        raise ValueError(f"the indices do not increase from 0 to {n - 1}")
+        raise ValueError(f"the indices do not increase, or are not all from 0 to {n - 1}")
     return indices
 
 
@@ -86,7 +86,7 @@ def _count(k: int, like: Tensor) -> Tensor:
 
 
 def _parts(width: int) -> Iterator[tuple[int, int]]:
-    """The parts as which codes of `width` bits are packed: the bits of each part, and its shift."""
+    """The parts in which codes of `width` bits are packed: the number of bits of each part, and its shift."""
     shift = 0
     for bits in [8] * (width // 8) + [bits for bits in (4, 2, 1) if width & bits]:
         yield bits, shift
@@ -94,7 +94,7 @@ def _parts(width: int) -> Iterator[tuple[int, int]]:
 
 
 def _pack_bits(values: Tensor, width: int) -> Tensor:
-    """The lowest `width` bits of each of `values`, part by part, in ``width`` bytes for eight values."""
+    """Pack the lowest `width` bits of each of `values`, part by part, into ``width`` bytes for eight values."""
     values = torch.nn.functional.pad(values, (0, -values.numel() % 8))
     out = torch.empty(values.numel() // 8 * width, dtype=torch.uint8, device=values.device)
     for bits, shift in _parts(width):

@@ -22,7 +22,7 @@ def slowest(numbers: Sequence[float], comm: CollectiveVerbs, device: torch.devic
 
 
 def probe(verb: str, largest: int, comm: CollectiveVerbs, device: torch.device) -> list[tuple[int, float]]:
-    """Collective: ``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or `_LONG_SECONDS`."""
+    """Collective: measure ``(bytes, seconds)`` of messages of growing size, up to `largest` or `_LONG_SECONDS`."""
     size = min(_SMALL, largest)
     points = [(size, _seconds(verb, size, 5, comm, device))]
     while size < largest and points[-1][1] < _LONG_SECONDS:
@@ -32,7 +32,7 @@ def probe(verb: str, largest: int, comm: CollectiveVerbs, device: torch.device) 
 
 
 def _seconds(verb: str, size: int, times: int, comm: CollectiveVerbs, device: torch.device) -> float:
-    """The time of a message of `size` bytes on the slowest worker: the minimum of several `times`."""
+    """The time of a message of `size` bytes on the slowest worker, as the least of `times` measurements."""
     taken = []
     for _ in range(times):
         x = torch.zeros(-(-size // 4), device=device)

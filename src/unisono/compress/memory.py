@@ -15,7 +15,7 @@ class CompressorMemory:
     """The state of one sender for one flat tensor: residuals, warm starts, counters.
 
     Values that are put become visible with `commit`, so a step is a transaction. The synchronizer that runs the
-    compressor owns it, and drops it when the number of peers changes.
+    compressor owns the memory, and drops it when the number of peers changes.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class CompressorMemory:
         self._pending[key] = value
 
     def spare(self, key: str) -> Any:
-        """The value before the current one, or None.
+        """The value that the current one under `key` has replaced, or None.
 
-        The caller may overwrite it and `put` it again. It is returned once per commit.
+        The caller may overwrite its memory and `put` it again. It is returned once per commit.
         """
         return self._spare.pop(key, None)
 
@@ -69,7 +69,7 @@ class CompressorMemory:
             part.discard()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The committed tensors and whole numbers, by ``part/key``, for a checkpoint; tensors are to be read only.
+        """The committed tensors and whole numbers by ``part/key``, for a checkpoint; the tensors are read-only.
 
         Other values, such as a measured choice, are not saved but measured again.
         """

@@ -1,4 +1,4 @@
-"""Signs of gradients, with one magnitude per block."""
+"""A compressor that sends the signs of gradients, with one magnitude per block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class OneBit(BlockCodec):
     """Sends the sign of each number and the mean magnitude of its block: ``mean|x| * sign(x)``.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent", with one magnitude per block as in Zheng et al. 2019,
-    "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback" (definition 1). Takes
-    ``1 + 16 / block`` bits per number. It needs error feedback to converge (Karimireddy et al. 2019). Zero counts as
+    "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback" (definition 1). A message takes
+    ``1 + 16 / block`` bits per number. Signs need error feedback to converge (Karimireddy et al. 2019). Zero counts as
     positive; by error feedback, a zero among other numbers arrives as plus and minus the magnitude alternately. A block
     with a number that is not finite arrives as not finite.
 
     Args:
-        block: numbers that share a magnitude.
+        block: how many numbers share a magnitude.
 
     Raises:
         ValueError: `block` is not a multiple of 8 from 8 to 131072.

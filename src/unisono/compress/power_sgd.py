@@ -1,4 +1,4 @@
-"""The factors of a low-rank matrix in place of a gradient."""
+"""A compressor that sends the factors of a low-rank matrix in place of a gradient."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from unisono.compress.span import Span
 class PowerSGD(Codec):
     """PowerSGD (Vogels et al. 2019, algorithms 1 and 2): sends a matrix M as ``P @ Q.T`` of rank `rank`.
 
-    One step of subspace iteration, which starts from the Q of the previous step, with error feedback. M_w is the matrix
+    A mean takes one step of subspace iteration, from the Q of the previous mean, with error feedback. M_w is the matrix
     of worker w plus its residual::
 
         P = orthonormal basis of sum(M_w @ Q)      Q_w = M_w.T @ P      mean = P @ sum(Q_w).T
                                                                         new residual of w = M_w - P @ Q_w.T
 
-    Two sums of ``rank * rows`` and ``rank * columns`` numbers replace one of ``rows * columns``. Every worker computes
-    the basis from the same sum, so the result has the same bits on equal processors. Without a `mean` (servers,
-    gossip), a message contains the P and Q of the sender's matrix.
+    Two sums of ``rank * rows`` and ``rank * columns`` numbers replace one sum of ``rows * columns`` numbers. Every
+    worker computes the basis from the same sum, so the result has the same bits on equal processors. Where `mean` is
+    not used (servers, gossip), a message contains the P and Q of the sender's matrix.
 
     The rows of a parameter's matrix are its outermost dimension in memory (output features or channels). Vectors, small
     matrices and pieces without structure are sent whole, in the dtype of totals, at least fp32.
 
     Args:
-        rank: columns of P and Q.
-        seed: of the first Q.
+        rank: the number of columns of P and Q.
+        seed: the seed of the first Q.
 
     Raises:
-        ValueError: `rank` below 1, `seed` not a whole number from 0 to 2^31 - 1.
+        ValueError: `rank` is below 1, or `seed` is not a whole number from 0 to 2^31 - 1.
     """
 
     rank: int = 2
@@ -77,8 +77,8 @@ class PowerSGD(Codec):
         wanted = self.blank(spans, numel, dtype, torch.device("meta"))
         if message.dtype != wanted.dtype or message.shape != wanted.shape:
             raise ValueError(
-                f"a message of {tuple(message.shape)} {message.dtype} is not one of {tuple(wanted.shape)} "
-                f"{wanted.dtype}"
+                f"a message of {tuple(message.shape)} {message.dtype}, where {tuple(wanted.shape)} {wanted.dtype} is "
+                "expected"
             )
         total = torch.empty(numel, dtype=message.dtype, device=message.device)
         plan.multiply(message[: plan.left], message[plan.left :], total)
@@ -117,7 +117,7 @@ class PowerSGD(Codec):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter's range in a total, ``rows * columns`` from `start`, and those of its factors in messages.
+    """The range of a parameter in a total, ``rows * columns`` from `start`, and the ranges of its factors in messages.
 
     Factors are stored transposed, ``[rank, rows]`` from `left` and ``[rank, columns]`` from `right`: products are six
     times faster than in the other order.
@@ -152,7 +152,7 @@ class _Plan:
 
     @classmethod
     def of(cls, spans: Sequence[Span], numel: int, rank: int) -> _Plan:
-        """The plan for `spans`; matrices are sorted by their rows, so that those of equal height are adjacent."""
+        """The plan for `spans`. Matrices are sorted by their rows, so that matrices of equal height are adjacent."""
         shapes = [(*_rows_and_columns(span), span) for span in spans]
         matrices, left, right = [], 0, 0
         for rows, columns, span in sorted((s for s in shapes if _pays(s[0], s[1], rank)), key=lambda s: s[0]):
@@ -186,14 +186,14 @@ class _Plan:
         return torch.cat([*parts, self._rest(left)])
 
     def subtract(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """``M -= P @ Q.T`` for all matrices of `total`, and the rest zero."""
+        """``M -= P @ Q.T`` for all matrices of `total`; the rest becomes 0."""
         for matrix in self.matrices:
             matrix.inside(total).addmm_(matrix.p(left).T, matrix.q(right), alpha=-1)
         for start, stop in self.rest:
             total[start:stop].zero_()
 
     def multiply(self, left: Tensor, right: Tensor, total: Tensor) -> None:
-        """``M = P @ Q.T`` for all matrices of `total`, and the rest as it was sent."""
+        """``M = P @ Q.T`` for all matrices of `total`; the rest is copied from `left`, in which it was sent."""
         for matrix in self.matrices:
             torch.mm(matrix.p(left).T, matrix.q(right), out=matrix.inside(total))
         position = left.numel() - self._rest(left).numel()
@@ -210,7 +210,7 @@ def _pays(rows: int, columns: int, rank: int) -> bool:
 
 
 def _rows_and_columns(span: Span) -> tuple[int, int]:
-    """The outermost dimension in memory, and the rest: the order of columns does not matter for the rank."""
+    """The outermost dimension in memory, and the product of the others, whose order does not matter for the rank."""
     numel = span.stop - span.start
     rows = max(zip(span.stride, span.shape), default=(0, 1))[1] if numel else 1
     return rows, numel // rows
@@ -226,5 +226,5 @@ def _between(taken: Sequence[tuple[int, int]], numel: int) -> Iterator[tuple[int
 
 
 def _keep(memory: CompressorMemory, right: Tensor, start: Tensor) -> None:
-    """Start the next step from `right`; entries that are zero or not finite would stay so, and start again."""
+    """Let the next step start from `right`. Entries that are 0 or not finite would stay so, and come from `start`."""
     memory.put("right", torch.where(right.isfinite() & (right != 0), right, start))

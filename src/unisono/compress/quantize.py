@@ -1,4 +1,4 @@
-"""Gradients as 8- or 4-bit whole numbers, with one scale per block."""
+"""A compressor that sends gradients as 8- or 4-bit whole numbers, with one scale per block."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Quantize(BlockCodec):
 
     Args:
         bits: 8 or 4.
-        stochastic: round up or down at random, without bias, instead of to nearest.
-        block: numbers that share a scale.
+        stochastic: whether to round up or down at random, without bias, instead of to nearest.
+        block: how many numbers share a scale.
 
     Raises:
         ValueError: `bits` is neither 8 nor 4; `block` is not a multiple of 8 from 8 to 131072.

@@ -1,4 +1,4 @@
-"""Random elements of a gradient, the same on all workers, with error feedback."""
+"""A compressor that sends random elements of a gradient, the same on all workers, with error feedback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRAW_BYTES = 8
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Sends ``density * n`` random ones of n numbers as fp32, with error feedback.
+    """Sends ``density * n`` of n numbers, drawn at random, as fp32, with error feedback.
 
     Random-k of Stich et al. 2018, "Sparsified SGD with memory". The n numbers are divided into ``density * n`` runs of
     almost equal length. Each message contains one number of each run: first a random one, then the next in cyclic
@@ -27,16 +27,21 @@ class RandomK(Codec):
     ``1 / density``; error feedback corrects the bias instead.
 
     All workers draw the same elements, from `seed` and the count of messages. So their messages are additive: `mean` is
-    one sum of values, without indices. Without a `mean` (servers, gossip), a message contains its draw in 8 bytes.
+    one sum of values, without indices. Where `mean` is not used (servers, gossip), a message begins with the number of
+    its draw, in 8 bytes.
 
-    A residual is applied ``1 / density`` steps late and at once, like the gradient of a batch that much larger. A
-    learning rate that is stable without compression may be unstable with it, above all with momentum. With a momentum
-    of 0.9, a density of 0.3 did no harm, and 0.1 did. `TopK` sends large residuals earlier.
+    A residual is applied ``1 / density`` steps late and all at once, like the gradient of a batch larger by that
+    factor. A learning rate that is stable without compression may be unstable with it, above all with momentum. With a
+    momentum of 0.9, a density of 0.3 did no harm, and 0.1 did. `TopK` sends large residuals earlier.
 
     If any number of a total is not finite, all values of its message are not finite.
 
+    Args:
+        density: the fraction of the numbers that one message contains.
+        seed: the seed of the draws.
+
     Raises:
-        ValueError: `density` outside (0, 1], `seed` not a whole number from 0 to 2^31 - 1.
+        ValueError: `density` is outside (0, 1], or `seed` is not a whole number from 0 to 2^31 - 1.
     """
 
     density: float = 0.1
@@ -65,10 +70,13 @@ class RandomK(Codec):
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         length = _DRAW_BYTES + 4 * count(self.density, numel)
         if message.dtype != torch.uint8 or message.shape != (length,):
-            raise ValueError(f"a message of {tuple(message.shape)} {message.dtype} is not one of {length} bytes")
+            raise ValueError(
+                f"a message of {tuple(message.shape)} {message.dtype}, where {length} bytes are expected for "
+                f"{numel} numbers"
+            )
         draw = int(message[:_DRAW_BYTES].clone().view(torch.int64))
         if draw < 0:
-            raise ValueError(f"draw {draw} is not a count")
+            raise ValueError(f"a message with draw number {draw}, which is below 0")
         values = message[_DRAW_BYTES:].clone().view(torch.float32)
         return self._spread(draw, values, torch.zeros(numel, dtype=dtype, device=message.device))
 

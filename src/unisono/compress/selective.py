@@ -17,13 +17,13 @@ from unisono.compress.quantize import Quantize
 class BySize(Delegate):
     """Compresses parameters of fewer than `below` numbers with `small`, all others with `large`.
 
-    Biases and norms are few bytes and sensitive, large matrices the opposite. A piece without a parameter's name is
-    compressed with `large`.
+    Biases and norms take few bytes and are sensitive to errors; large matrices are the opposite. A piece without a
+    parameter's name is compressed with `large`.
 
     Args:
-        below: numbers.
-        small: for instance ``Cast()``.
-        large: for instance ``Quantize(8)``.
+        below: the number of elements from which a parameter is large.
+        small: the compressor for small parameters, for instance ``Cast()``.
+        large: the compressor for large parameters, for instance ``Quantize(8)``.
 
     Raises:
         ValueError: `below` is not a whole number from 1; `small` or `large` is not a compressor.
@@ -57,7 +57,7 @@ class ByName(Delegate):
     Args:
         rules: pairs of a pattern (``*``, ``?``, ``[seq]``, as in file names, case-sensitive) and a compressor, for
             instance ``(("embed*", TopK()), ("*.bias", Cast()))``.
-        otherwise: for parameters that match no rule, and for pieces without a name.
+        otherwise: the compressor for parameters that match no rule, and for pieces without a name.
 
     Raises:
         ValueError: `rules` is not a tuple of such pairs; `otherwise` is not a compressor.

@@ -1,4 +1,4 @@
-"""The elements of largest magnitude of a gradient, with error feedback."""
+"""A compressor that sends the elements of largest magnitude of a gradient, with error feedback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK = 1 << 18  # numbers that stay in a core's cache from one operation to th
 class TopK(Codec):
     """Deep Gradient Compression (Lin et al. 2018): sends the ``density * n`` of n numbers with the largest magnitude.
 
-    The others are accumulated until they are large enough. With `momentum` m, gradient g and accumulated residual v::
+    Other numbers are accumulated until they are large enough. With `momentum` m, gradient g and residual v::
 
         u = m * u + g        v = v + u        send the largest of v        v = v - sent        u = 0 where sent
 
@@ -37,21 +37,21 @@ class TopK(Codec):
     or ``fp32``. Rounding errors are part of the residual, so the narrowest type costs no accuracy. The largest numbers
     are found in one pass, by a threshold that is estimated from a sample (section 5).
 
-    `mean` gathers all messages; each worker adds them in the order of ranks, so all have the same bits. There, `clip`
-    bounds the 2-norm of what a bucket adds to u by ``clip / sqrt(workers)`` (section 3.2), and in the first `warm_up`
-    steps the density decreases exponentially from 25 % (section 3.3). Without a `mean` (servers, gossip), `clip` is not
-    scaled and there is no warm-up, because the length of a message must not depend on the step.
+    `mean` gathers all messages; each worker adds them in the order of ranks, so all have the same bits. In `mean`,
+    `clip` bounds the 2-norm of what a bucket adds to u by ``clip / sqrt(workers)`` (section 3.2). In the first
+    `warm_up` steps, the density decreases exponentially from 25 % (section 3.3). Where `mean` is not used (servers,
+    gossip), `clip` is not scaled. There is no warm-up, because the length of a message must not depend on the step.
 
     Args:
-        density: fraction of the numbers that is sent.
-        momentum: m of the correction; 0 has none.
-        clip: 2-norm to which the gradient is clipped before it is added; None does not clip.
-        warm_up: steps until `density` is reached.
+        density: the fraction of the numbers that is sent.
+        momentum: m of the momentum correction; 0: no correction.
+        clip: the 2-norm to which a gradient is clipped before it is added; None: no clipping.
+        warm_up: the number of steps until `density` is reached.
         masking: whether u is reset where v was sent ("momentum factor masking").
-        values: type of the values in a message.
+        values: the type of the values in a message.
 
     Raises:
-        ValueError: `density` outside (0, 1], `momentum` outside [0, 1), `clip` not above 0, `warm_up` below 0,
+        ValueError: `density` is outside (0, 1], `momentum` outside [0, 1), `clip` not above 0, `warm_up` below 0, or
             `values` none of fp8, bf16, fp32.
     """
 
@@ -131,7 +131,7 @@ class TopK(Codec):
         return scale + k * _VALUES[self.values].itemsize + index_coding.packed_bytes(k, numel)
 
     def _pack(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The message for the numbers of `x` at `indices`, and their values as they will be decoded."""
+        """The message for the numbers of `x` at `indices`, and these numbers as the receiver will decode them."""
         values = x.index_select(0, indices).to(torch.float32)  # ten times faster than x[indices]
         packed = index_coding.pack(indices, x.numel())
         if self.values != "fp8" or not indices.numel():
@@ -144,21 +144,24 @@ class TopK(Codec):
         return torch.cat([scale.view(torch.uint8), kept.view(torch.uint8), packed]), kept.to(torch.float32) * scale
 
     def _unpack(self, message: Tensor, k: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Indices and values of a message of `k` numbers out of `numel`.
+        """The indices and values of a message of `k` numbers out of `numel`.
 
         Raises:
-            ValueError: a message that `_pack` cannot have made.
+            ValueError: `_pack` cannot have made `message`.
         """
         length = self._bytes(k, numel)
         if message.dtype != torch.uint8 or message.shape != (length,):
-            raise ValueError(f"a message of {tuple(message.shape)} {message.dtype} is not one of {length} bytes")
+            raise ValueError(
+                f"a message of {tuple(message.shape)} {message.dtype}, where {length} bytes are expected for {k} of "
+                f"{numel} numbers"
+            )
         end = length - index_coding.packed_bytes(k, numel)
         start = end - k * _VALUES[self.values].itemsize
         values = message[start:end].clone().view(_VALUES[self.values]).to(torch.float32)
         if start:
             scale = message[:start].clone().view(torch.float32)
             if not 0 < float(scale) < math.inf:
-                raise ValueError(f"a scale of {float(scale):g} is not a number above 0")
+                raise ValueError(f"a message with scale {float(scale):g}, which is not a finite number above 0")
             values.mul_(scale)
         return index_coding.unpack(message[end:], k, numel), values
 
@@ -186,11 +189,11 @@ def largest(x: Tensor, k: int) -> Tensor:
 def _candidates(x: Tensor, k: int) -> Tensor:
     """The indices of at least `k` numbers: all above a threshold estimated from a sample (Lin et al. 2018, section 5).
 
-    Fewer than `k` only if all others are zero.
+    Fewer than `k` are returned only if all other numbers are 0.
     """
     stride = max(1, int(k / _HITS)) | 1  # odd, so that a sample of a matrix with an even row length has all columns
     sample = x[::stride].abs()
-    rank = int(_HITS + 2.5 * math.sqrt(_HITS))  # 2.5 standard deviations more, so that rarely fewer than k pass
+    rank = int(_HITS + 2.5 * math.sqrt(_HITS))  # 2.5 standard deviations more: fewer than k are rarely above
     above, threshold = x.new_empty(0), math.inf
     while above.numel() < k and threshold != 0:
         threshold = float(sample.topk(rank, sorted=False).values.amin()) if rank < sample.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Gradients as plus, minus or zero, by a fixed threshold."""
+"""A compressor that sends gradients as plus, minus or zero times a fixed threshold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.compress.block_codec import BlockCodec
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodec):
-    """Sends ``t * sign(x)`` where ``|x| >= t``, else 0, with error feedback. Two bits per number.
+    """Sends ``t * sign(x)`` where ``|x| >= t``, else 0, with error feedback, in two bits per number.
 
     As in MXNet's ``gradient_compression={"type": "2bit", "threshold": t}``; Strom 2015, "Scalable Distributed DNN
     Training Using Commodity GPU Cloud Computing", section 3.
@@ -40,7 +40,7 @@ class TwoBit(BlockCodec):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """The numbers that one number that is not finite turns into NaN."""
+        """The size of a block, all of which becomes NaN if one of its numbers is not finite."""
         return 256
 
     @property

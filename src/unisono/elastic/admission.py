@@ -1,7 +1,7 @@
 """Checks, before a worker joins a run, that it would train the same task as the other workers.
 
-In an elastic run the coordinator stores the traits that the first worker of the run's launcher reported. A worker
-compares its traits with them before it asks to join, so a refusal does not disturb the other workers. Without a
+In an elastic run, the coordinator stores the traits that the first worker of the run's launcher reported. Every worker
+compares its own traits with them before it asks to join, so a refusal does not disturb the other workers. Without a
 coordinator, all workers compare their traits at the start of the first view.
 """
 
@@ -34,13 +34,14 @@ def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
 
 
 def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: Callable[[], bool]) -> None:
-    """Compare `traits` with those of the run whose coordinator is at `contact`.
+    """Compare `traits` with the traits of the run whose coordinator is at `contact`.
 
-    The first worker of the run's launcher reports them; workers of other launchers wait until then. Returns without a
-    comparison if `stopped` returns true, or if the coordinator does not answer for `_AWAY_SECONDS`.
+    Workers of the run's launcher report their traits; the first report gives the run its traits. Workers of other
+    launchers wait for that report. Returns without a comparison if `stopped` returns true, or if the coordinator does
+    not answer for `_AWAY_SECONDS`.
 
     Raises:
-        TaskMismatch: they differ.
+        TaskMismatch: the traits differ.
     """
     of_first_launcher = worker.name.partition(".")[0].isdecimal()
     connection, away_since = HttpConnection(contact), time.monotonic()
@@ -62,6 +63,6 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
 
 
 def _compare_with(reported: TraitsMessage | None, traits: Traits) -> None:
-    """Raise `TaskMismatch` if a coordinator reports other traits. One that refused `traits` reports None."""
+    """Raise `TaskMismatch` if the coordinator reports other traits. It reports None if it has refused `traits`."""
     if reported is not None:
         check(traits, reported.traits, "this worker's", "the run")

@@ -26,7 +26,7 @@ def start_alike(
         known: identities of tensors that are equal on all workers already, and are not written.
 
     Raises:
-        InvalidInput: their models, or the groups of their optimizers, differ.
+        InvalidInput: the workers' models, or the groups of their optimizers, differ.
     """
     check_models(comm, model)
     check_optimizers(comm, model, optimizer)
@@ -41,7 +41,7 @@ def check_models(comm: Communicator, model: nn.Module) -> None:
     """Collective: compare the models of all workers.
 
     Raises:
-        InvalidInput: the models differ; names the first tensor that differs, and the worker.
+        InvalidInput: the models differ; the message names the first tensor that differs, and the worker.
     """
     found = _first_difference(comm, {name: _kind(tensor) for name, tensor in weights_of(model).items()})
     if found:
@@ -54,8 +54,8 @@ def check_optimizers(comm: Communicator, model: nn.Module, optimizer: Optimizer)
     """Collective: compare the optimizers of all workers.
 
     Raises:
-        InvalidInput: the optimizers differ in class, parameters of groups or a hyperparameter; names the first
-            difference, and the worker.
+        InvalidInput: the optimizers differ in class, parameters of groups or a hyperparameter; the message names the
+            first difference, and the worker.
     """
     if found := _first_difference(comm, _hyperparameters(model, optimizer)):
         raise InvalidInput(
@@ -64,7 +64,7 @@ def check_optimizers(comm: Communicator, model: nn.Module, optimizer: Optimizer)
 
 
 def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Collective: copies of the `tensors` of worker 0, on all workers, in host memory."""
+    """Collective: send the `tensors` of worker 0 to all workers; returns copies in host memory."""
     kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     received = {}
     for name, (kind, shape) in json.loads(broadcast_text(comm, json.dumps(kinds))).items():
@@ -100,7 +100,7 @@ def _hyperparameters(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """`value` as a text that is equal on all workers if the value is: a `repr` of objects may show an address."""
+    """`value` as a text that is equal on all workers if `value` is. (The `repr` of an object may show an address.)"""
     if isinstance(value, Tensor):
         return repr(value.tolist())
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def shown(value: Any) -> str:
 
 
 def _share_state(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
-    """Collective: give all workers the optimizer state of worker 0, which alone may have loaded a checkpoint."""
+    """Collective: give all workers the optimizer state of worker 0, the only one that may have loaded a checkpoint."""
     tensors, numbers = state_of(optimizer, model)
     received = broadcast_tensors(comm, tensors)
     numbers_there = json.loads(broadcast_text(comm, json.dumps(numbers)))

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class ControlWord(NamedTuple):
-    """The numbers of one worker.
+    """The numbers that one worker sends.
 
     Attributes:
-        stop: this worker was asked to stop the run. All workers stop after this step.
-        written: status of its share of a checkpoint, see `Checkpointer.share_status`.
-        end_view: the view is to end after this step.
-        leave: this worker was asked to leave, while the others continue.
-        pace: its seconds per micro-batch; 0: not known.
-        digest: of its state before the step, see `Replica.digest`; 0: none was taken.
+        stop: whether this worker was asked to stop the run; if so, all workers stop after this step.
+        written: the status of this worker's part of a checkpoint; see `Checkpointer.share_status`.
+        end_view: whether the view is to end after this step.
+        leave: whether this worker was asked to leave, while the others continue.
+        pace: this worker's seconds per micro-batch; 0: not known.
+        digest: the digest of this worker's state before the step, see `Replica.digest`; 0: none was computed.
     """
 
     stop: float = 0.0
@@ -30,7 +30,7 @@ class ControlWord(NamedTuple):
 
 
 NUMBERS = len(ControlWord._fields)
-"""Numbers per worker."""
+"""The length of the control word of one worker."""
 
 
 def encode(word: ControlWord, rank: int, size: int) -> list[float]:
@@ -41,5 +41,5 @@ def encode(word: ControlWord, rank: int, size: int) -> list[float]:
 
 
 def decode(numbers: Sequence[float]) -> list[ControlWord]:
-    """The words of all workers, by rank."""
+    """The control words of all workers, by rank."""
     return [ControlWord(*numbers[i : i + NUMBERS]) for i in range(0, len(numbers), NUMBERS)]

@@ -42,10 +42,14 @@ class ExtraState:
         """Register `stateful` as `name`.
 
         Raises:
-            InvalidInput: `stateful` is not a `Stateful`, its state cannot be sent, or the name is invalid or taken.
+            InvalidInput: `stateful` is not a `Stateful`, its state cannot be sent, or `name` is empty, contains a
+                slash, or is registered already.
         """
-        if not name or "/" in name or name in self._stateful:
-            raise InvalidInput("name", name, "taken, empty or with a slash", "give each object another name")
+        if not name or "/" in name:
+            problem = "a name must not contain '/'" if name else "a name must not be empty"
+            raise InvalidInput("name", name or "(nothing)", problem, "write a name such as scheduler")
+        if name in self._stateful:
+            raise InvalidInput("name", name, "an object is already registered under it", "choose another name")
         if not (
             callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))
         ):
@@ -71,10 +75,10 @@ class ExtraState:
         """Restore the whole state from a `state_dict` of this worker, of another worker, or of an earlier run.
 
         Args:
-            source, cure: words for the error message.
+            source, cure: who else has the state, and what to do if it differs, as words of the error message.
 
         Raises:
-            InvalidInput: `tensors` have the states of other names than those registered here.
+            InvalidInput: the names in `tensors` are not those registered here.
         """
         names = {name.partition("/")[0] for name in tensors}
         if names != self._stateful.keys():
@@ -107,7 +111,7 @@ def to_tensors(name: str, value: Any) -> dict[str, Tensor]:
     """`value` as tensors: its structure as JSON under `name`, and each tensor in it as ``name/number``.
 
     Raises:
-        InvalidInput: a part of it is neither JSON nor a tensor; names the part.
+        InvalidInput: a part of `value` is neither JSON nor a tensor; the message names the part.
     """
     tensors: list[Tensor] = []
     text = json.dumps(_to_plain(value, tensors, name)).encode()

@@ -15,11 +15,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_of(model: nn.Module) -> dict[str, Any]:
-    """What `weights_of` does not tell of the names in ``model.state_dict()``, for a checkpoint's manifest.
+    """How the names in ``model.state_dict()`` differ from those of `weights_of`, for a checkpoint's manifest.
 
     Returns:
-        ``aliases``: further names of tensors that have several, and the first of them; ``transient``: buffers that
-        ``state_dict()`` leaves out.
+        ``aliases``: for tensors with several names, each further name with the first one; ``transient``: the names of
+        buffers that ``state_dict()`` leaves out.
     """
     first = {id(tensor): name for name, tensor in weights_of(model).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -29,7 +29,7 @@ def names_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The optimizer's state as ``parameter/key`` to tensor, and to number where it keeps plain numbers."""
+    """The tensors, and the plain numbers, of the optimizer's state, both by the name ``parameter/key``."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
@@ -46,7 +46,7 @@ def state_of(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor],
 def load_state(
     optimizer: Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
 ) -> None:
-    """Give the optimizer back what `state_of` took; groups (and so hyperparameters) stay as they were built."""
+    """Load what `state_of` returned into the optimizer. Groups, and so hyperparameters, stay as they were built."""
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     states: dict[int, dict[str, Any]] = {}

@@ -15,29 +15,31 @@ from unisono.membership import View
 
 
 class Recovery(Protocol):
-    """What a worker keeps of the state from view to view, and how it obtains the state of the next one.
+    """Keeps what a worker needs of the state from view to view, and obtains the state from which a view starts.
 
-    In each view: `restore`, `begin`, then `committed` after each commit, and `release` at its end.
+    Each view calls `restore` and `begin`, then `committed` after each commit, and `release` at its end.
 
     Attributes:
-        detector: its history of bad steps is a part of the state.
+        detector: the detector of bad steps, whose history is a part of the state.
     """
 
     detector: AnomalyDetector
 
     def restore(self, view: View, groups: ProcessGroups, state: TrainingState) -> bool:
-        """Collective: obtain the state that the view starts from. False, and nothing has changed, where workers do not
-        have it in memory: a checkpoint is to be read.
+        """Collective: obtain the state from which the view starts.
+
+        Returns False, and changes nothing, if the workers do not have that state in memory. It must then be read from
+        a checkpoint.
 
         Raises:
             PeerLost: a worker was lost meanwhile.
         """
 
     def begin(self, view: View, groups: ProcessGroups, state: TrainingState, replica: int) -> None:
-        """Collective: train from `state` on, as a part of that `replica`."""
+        """Collective: training begins in the view, from `state`; this worker is a part of replica number `replica`."""
 
     def committed(self, progress: Callable[[], Progress], *, view_ending: bool) -> None:
-        """Collective: all workers have committed the steps of ``progress()``. `view_ending`: the view ends now."""
+        """Collective: all workers have committed the steps of ``progress()``; with `view_ending`, the view ends now."""
 
     def release(self, state: TrainingState) -> None:
         """The view has ended: drop what belongs to its process groups, and keep what the next view needs."""
@@ -63,11 +65,13 @@ class ReplicatedRecovery:
 
 
 def receive(view: View, comm: Communicator, state: TrainingState, detector: AnomalyDetector | None = None) -> bool:
-    """Collective: have the state that `view` starts from, this worker's own or that of workers that have it. With
-    local steps, what differs between replicas becomes their mean. False in the first view, which starts from none.
+    """Collective: load the state from which `view` starts, which its sources send to the workers that lack it.
+
+    With local steps, tensors that differ between replicas become their mean. Returns False in the first view, which
+    starts from no state.
 
     Args:
-        detector: has afterwards the history of bad steps that belongs to the state.
+        detector: the detector of bad steps, which gets the history that belongs to the state.
 
     Raises:
         StateDamaged, StateMissing, PeerLost: as `receive_state`.

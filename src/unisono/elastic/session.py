@@ -51,7 +51,7 @@ class Session(Protocol):
     Attributes:
         elastic: whether workers may join and leave, so that a run recovers from the loss of a worker.
         view: the current view.
-        rank: of this worker in it.
+        rank: the rank of this worker in the view.
     """
 
     elastic: bool
@@ -60,61 +60,68 @@ class Session(Protocol):
 
     @property
     def stop_requested(self) -> bool:
-        """The run is to stop. All workers stop, after the same step."""
+        """Whether the run is to stop. If so, all workers stop after the same step."""
 
     @property
     def leave_requested(self) -> bool:
-        """This worker is to leave, and the others continue."""
+        """Whether this worker is to leave, while the others continue."""
 
     @property
     def view_end_requested(self) -> bool:
-        """The view is to end, after a step that all members take."""
+        """Whether the view is to end, after a step that all members take."""
 
     def next_view(self) -> bool:
-        """Wait for the next view with this worker. False if there will be none."""
+        """Wait for the next view with this worker. Returns False if there will be none."""
 
     def rendezvous(self, device: torch.device) -> ViewRendezvous:
-        """The rendezvous of the view's members, whose tensors lie on `device`."""
+        """The rendezvous of the view's members, whose tensors are on `device`."""
 
     def joined(self, step: int, digest: str) -> None:
-        """All members are connected, and this worker has the state that the view starts from: `step` and `digest`."""
+        """Report that all members are connected, and that this worker has the state from which the view starts.
+
+        Args:
+            step, digest: the number of steps of that state, and its digest.
+        """
 
     def check(self) -> None:
-        """Before a micro-batch is computed, and before a step is applied. Raises `PeerLost` if the view has ended."""
+        """Raise `PeerLost` if the view has ended. Called before each micro-batch, and before a step is applied."""
 
     def stepped(self) -> None:
-        """This worker has applied a step, which is committed now or later."""
+        """Report that this worker has applied a step, which is committed now or later."""
 
     def committed(self, steps: int = 1) -> None:
         """Count `steps` more committed steps."""
 
     def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
-        """Leave the view with a state of that `digest`: after a step that all took, or because of `error`.
+        """Leave the view, after a step that all members took or because of `error`.
+
+        Args:
+            digest: the digest of this worker's state.
 
         Raises:
-            CommunicationError: `error`, where the run cannot recover from it.
+            CommunicationError: `error`, if the run cannot recover from it.
         """
 
     def finish(self) -> None:
-        """All steps are taken, and the result is about to be sent."""
+        """Report that all steps are taken, and that the result is about to be sent."""
 
     def leave(self) -> None:
-        """Have this worker leave, as if it had been asked to. No effect in a group that does not change."""
+        """Let this worker leave, as if it had been asked to. No effect in a group that does not change."""
 
     def worker_name(self, rank: int) -> str:
-        """The name of the worker with that rank in messages of the launcher, which is also that of its log."""
+        """The name of the worker of that rank in the launcher's messages, and in the name of its log."""
 
     def close(self) -> None:
         """End the membership. May be called twice."""
 
 
 class StaticSession:
-    """The one view of a group that does not change.
+    """A `Session` in a group that does not change, which has one view.
 
     Args:
-        identity: of this worker.
-        stop_requested: True once this worker was asked to stop.
-        connect: makes the rendezvous; not needed where the workers are connected already.
+        identity: the identity of this worker; None: it is the only one.
+        stop_requested: returns whether this worker was asked to stop.
+        connect: creates the rendezvous; not needed if the workers are already connected.
     """
 
     elastic = leave_requested = view_end_requested = False
@@ -132,7 +139,7 @@ class StaticSession:
 
     @staticmethod
     def connecting(worker: Worker, communicator: str, timeout_seconds: float) -> StaticSession:
-        """The session of a worker whose launcher told it where the others are."""
+        """The session of a worker whose launcher told it where the other workers are."""
         who = worker.identity
         hosts = in_blocks(who.size, who.local_size)
         return StaticSession(
@@ -182,10 +189,10 @@ class StaticSession:
 
 
 class ElasticSession:
-    """The views that a coordinator forms. A context that closes it.
+    """A `Session` in the views that a coordinator forms. Used as a context, it is closed at the end.
 
     Args:
-        contact: address of the coordinator.
+        contact: the address of the coordinator.
         watch: records the activity of this worker, which its heartbeats report.
     """
 
@@ -240,7 +247,7 @@ class ElasticSession:
         with self._lock:
             self.view, self.rank = view, view.members.index(self._name)
             self._abort, self._rendezvous = Abort(), None
-            # The first step of each view is reported: the launcher counts losses between which there was none.
+            # The first step of each view is reported, because the launcher counts losses without a step between them.
             self._report_limit = RateLimit(_REPORT_SECONDS)
             if self._aborted_view >= view.number:
                 self._abort.set(_CHANGED)
@@ -276,7 +283,7 @@ class ElasticSession:
         if not isinstance(error, PeerLost):  # no worker is lost, and the error would occur again
             raise error
         log.warning("view %d is over: %s", self.view.number, error)
-        # Once all members were connected, a lost one was reachable. Ranks may also be those of a part of the view.
+        # Once all members were connected, a lost worker was reachable. Then `ranks` may be of a part of the view.
         reachable = self._rendezvous is not None and self._rendezvous.complete
         unreachable = [] if reachable else [self.view.members[rank] for rank in error.ranks]
         self._client.fail_view(self.view.number, digest, tuple(unreachable))
@@ -303,8 +310,8 @@ class ElasticSession:
         self.close()
 
     def _report_finding(self, words: str) -> None:
-        """Send a finding of the coordinator to the launcher. Each worker does, as any may be lost: the launcher prints
-        it once."""
+        """Send a finding of the coordinator to the launcher. Every worker sends it, as any worker may be lost, and the
+        launcher prints it once."""
         log.warning(words)
         self._worker.report({"kind": "finding", "text": words})
 
@@ -316,4 +323,4 @@ class ElasticSession:
 
 
 _REPORT_SECONDS = 0.5
-_CHANGED = "the coordinator counts on other workers"
+_CHANGED = "the coordinator has ended the view"

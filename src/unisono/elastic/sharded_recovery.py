@@ -26,14 +26,14 @@ LONGEST_STEPS = 1000
 
 @dataclass
 class _ViewState:
-    """The current view.
+    """What `ShardedRecovery` knows of the current view.
 
     Args:
-        version: of the state from which it started.
+        version: the version of the state from which the view started.
         replica: see `StateShard`.
-        copies: memory checkpoints of this worker's shard and of another rank's, whose buddy it is; None without any.
+        copies: the memory checkpoints of this worker's shard, and of the rank whose buddy it is; None: there are none.
         due: the step after which the next memory checkpoint is taken.
-        taken_at, since: steps and time of the previous one.
+        taken_at, since: the step and the time of the previous memory checkpoint.
     """
 
     number: int
@@ -55,11 +55,11 @@ class _ViewState:
 class ShardedRecovery:
     """A `Recovery` of sharded replicas: each worker has a shard of the state.
 
-    Between two views it holds all shards that this worker has. Within a view it holds memory checkpoints, and the
-    shards of the previous view until every worker has its shard and a copy of it.
+    Between two views, it holds all shards that this worker has. Within a view, it holds memory checkpoints. It also
+    holds the shards of the previous view, until every worker has its new shard and a memory checkpoint of it.
 
     Args:
-        detector: its history of bad steps is a part of the state.
+        detector: the detector of bad steps, whose history is a part of the state.
     """
 
     def __init__(self, detector: AnomalyDetector) -> None:
@@ -79,10 +79,10 @@ class ShardedRecovery:
         return True
 
     def begin(self, view: View, groups: ProcessGroups, state: TrainingState, replica: int) -> None:
-        # The first copy is taken after one step: a worker that has just joined soon is not the only one with its shard.
+        # The first copy is taken after one step, so that soon no worker is the only one with its new shard.
         comm, steps = groups.world.channel("keeping"), state.progress.steps
         version, self._found = self._found or (view.number, steps), None
-        if state.snapshot is not None:  # the replicas had different states, and now have the mean
+        if state.snapshot is not None:  # the replicas had different states, and now have their mean
             version = (view.number, steps)
         hosts = [place.host for place in view.addresses]
         copies = MemoryCheckpoints(groups.peer_copies, hosts) if groups.peer_copies is not None else None
@@ -94,15 +94,15 @@ class ShardedRecovery:
         view, now = self._view, progress()
         assert view is not None
         if view.copies is None or (view.copies.ready and view.copies.steps()):
-            self._former.clear()  # every worker has its shard, and its copy if there are copies
-        # Copies at the end of a view: the state of a worker that leaves is not lost.
+            self._former.clear()  # every worker has its new shard, and a copy of it if there are copies
+        # A copy at the end of a view keeps the shard of a worker that leaves.
         if view.copies is not None and (view_ending or now.steps >= view.due):
             self._copy(view, view.copies, now)
 
     def release(self, state: TrainingState) -> None:
         state.roll_back()
         view, self._view, self._found = self._view, None, None
-        if view is not None:  # else the view did not start, and the shards of the previous one are still held
+        if view is not None:  # otherwise the view did not start, and the shards of the previous view are still held
             kept = []
             if view.copies is not None:
                 view.copies.close()
@@ -125,7 +125,7 @@ class ShardedRecovery:
 
 
 def interval(cost_seconds: float, step_seconds: float) -> int:
-    """Steps between two memory checkpoints, so that these take at most `SHARE` of the time."""
+    """The number of steps between two memory checkpoints with which these take at most `SHARE` of the time."""
     if step_seconds <= 0:
         return LONGEST_STEPS
     return min(LONGEST_STEPS, max(1, math.ceil(cost_seconds / (SHARE * step_seconds))))

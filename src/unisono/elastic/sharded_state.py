@@ -1,10 +1,10 @@
-"""The shards of a sharded replica's state, and how they are put together again in another view.
+"""The shards of a sharded replica's state, from which another view puts the state together again.
 
 own shards, at their last step ──────┐
 copies of this worker's shard        ├──► the newest step of which all shards exist ──► each worker's new shard
 copies of another worker's shard ────┘
 
-Replicas with local steps have different states: of what differs, all workers get the mean.
+Replicas with local steps have different states. All workers then get the mean of the tensors that differ.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
 ShardVersion = tuple[int, int]
-"""The view in which the last step of a state was taken, and its number of steps. Shards of equal version fit together;
-of two versions the greater one is newer."""
+"""The version of a state: the view in which its last step was taken, and its number of steps.
+
+Shards of equal version fit together; of two versions the greater one is newer.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class StateShard:
     """One worker's shard of the state between two steps.
 
     Args:
-        held: tensors by the names of a checkpoint.
-        numbers: of the state, by the names of a checkpoint.
-        history: of bad steps.
-        loss: of the last step.
-        replica: its number in that view, where replicas with local steps have different states; else None.
+        held: the tensors, by the names of a checkpoint.
+        numbers: the numbers of the state, by the names of a checkpoint.
+        history: the history of bad steps.
+        loss: the loss of the last step.
+        replica: the number of the worker's replica in the view of `version`, where replicas with local steps have
+            different states; else None.
     """
 
     version: ShardVersion
@@ -52,13 +55,13 @@ class StateShard:
     replica: int | None = None
 
     def report(self) -> list[Any]:
-        """The shard without the contents of its tensors, of JSON's kinds."""
+        """A description of the shard without the contents of its tensors, as JSON values."""
         digests = {} if self.replica is None else {n: state_digest({n: x}, {}) for n, x in self.held.tensors.items()}
         return [self.meta, encode_shards(self.held.shards), digests]
 
     @property
     def meta(self) -> dict[str, Any]:
-        """All but the tensors, of JSON's kinds."""
+        """All of the shard except its tensors, as JSON values."""
         return {
             "version": list(self.version),
             "replica": self.replica,
@@ -92,8 +95,11 @@ class ShardedModel:
         return StateShard(version, LocalTensors(tensors, boxes), numbers, history, progress.loss, replica)
 
     def wants(self, holdings: Sequence[Mapping[str, TensorShard]]) -> dict[str, TensorShard]:
-        """The boxes that this worker needs of the tensors in `holdings`. A worker has all state of a parameter or
-        none: if weights are complete, so is their optimizer state."""
+        """The boxes that this worker needs of the tensors in `holdings`.
+
+        A worker has either all state of a parameter or none of it. So where weights are complete, their optimizer
+        state is complete too.
+        """
         wholes = {name: shard.whole for each in holdings for name, shard in each.items()}
         mine = {f"model/{name}": x for name, x in weights_of(self.model).items()}
         found = {}
@@ -123,7 +129,7 @@ class ShardedModel:
 
 
 def distinct(shards: Iterable[StateShard]) -> list[StateShard]:
-    """One of all that are the same shard of the same state."""
+    """`shards` without duplicates, which are the same shard of the same state."""
     return list({(each.version, each.replica, frozenset(each.held.shards.items())): each for each in shards}.values())
 
 
@@ -133,8 +139,8 @@ def reassemble(
     """Collective: load the newest state of which all shards exist, each worker its own shard.
 
     Returns:
-        Its version, its progress and its history of bad steps. None, and nothing has changed, if there is no such
-        state, or a checkpoint is newer.
+        The state's version, its progress and its history of bad steps. None, and nothing has changed, if there is no
+        such state, or if a checkpoint is newer.
 
     Raises:
         PeerLost: a worker was lost meanwhile; the shards `here` are unchanged.
@@ -165,8 +171,11 @@ def _own_shard(
     reports: Sequence[_ShardReport],
     hosts: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Collective: this worker's shard of one state. Tensors that are equal on all who have them come from any of them;
-    of the others, the mean over all complete replicas. Raises `StateMissing` on all workers."""
+    """Collective: this worker's shard of one state. Raises `StateMissing` on all workers.
+
+    A tensor that is equal on all workers that have it comes from any of them. Of other tensors, the worker gets the
+    mean over all complete replicas.
+    """
     wants, different = sharded.wants([each.shards for each in reports]), _different(reports)
     equal = {name: shard for name, shard in wants.items() if name not in different}
     own = {name: shard for name, shard in wants.items() if name in different}
@@ -187,7 +196,7 @@ def _own_shard(
 
 
 def _different(reports: Sequence[_ShardReport]) -> set[str]:
-    """Names of tensors of which two workers have the same box with different contents."""
+    """The names of the tensors of which two workers have the same box with different contents."""
     first: dict[tuple[str, Box], str | None] = {}
     names = set()
     for each in reports:

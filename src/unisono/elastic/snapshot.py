@@ -20,12 +20,12 @@ from unisono.elastic.state_transfer import Progress, load_named_state, named_sta
 
 
 class Snapshot:
-    """A copy in host memory, which each synchronization overwrites.
+    """A copy of a replica's state in host memory, which each synchronization overwrites.
 
     It is as large as weights, optimizer state and the synchronizer's own state together.
 
     Attributes:
-        progress: at that time; None before the first synchronization.
+        progress: the progress at the last synchronization; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Snapshot:
         self._numbers: dict[str, float] = {}
 
     def take(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Progress:
-        """Copy the state at a synchronization. Returns `progress` with copies of what the synchronizer shares."""
+        """Copy the state at a synchronization. Returns `progress` with copies of the synchronizer's tensors."""
         tensors, self._numbers = named_state(model, optimizer, progress)
         self._tensors = {name: _copied(tensor, self._tensors.get(name)) for name, tensor in tensors.items()}
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
-    """A copy of `tensor`, written `into` that one if it fits."""
+    """A copy of `tensor`, which overwrites `into` if shape and dtype are the same."""
     if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
         into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return into.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -26,13 +26,13 @@ _STEPS, _COMMITTED = _RESERVED = "steps", "committed"  # an optimizer's own numb
 
 @dataclass(frozen=True)
 class Progress:
-    """The steps that a state holds.
+    """How far a state is: its steps, and what belongs to it besides model and optimizer.
 
     Args:
-        steps: that are in model and optimizer.
-        committed: the step of the newest complete checkpoint; 0: none.
+        steps: the number of steps that are in model and optimizer.
+        committed: the step of the newest complete checkpoint; 0: there is none.
         shared: the synchronizer's state, equal on all replicas.
-        loss: of the last of these steps. A view that begins after the last step of a run reports it.
+        loss: the loss of the last of these steps. A view that begins after the last step of a run reports it.
     """
 
     steps: int = 0
@@ -83,18 +83,18 @@ def committed_in(numbers: Mapping[str, float]) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """The boxes of a checkpoint's tensors that one worker has, by the names of their parameters.
+    """The boxes of a checkpoint's tensors that one worker has, by the names of the parameters.
 
     Args:
-        weights: of parameters.
-        stepped: of optimizer state, for parameters that this worker steps.
+        weights: the boxes of parameters.
+        stepped: the boxes of optimizer state, for the parameters that this worker steps.
     """
 
     weights: Mapping[str, Box]
     stepped: Mapping[str, Box]
 
     def of(self, name: str) -> Box | None:
-        """The box of a checkpoint's tensor `name`, which is that of its parameter; None where it has none."""
+        """The box of a checkpoint's tensor `name`, which is the box of its parameter; None if there is none."""
         kind, _, rest = name.partition("/")
         if kind in ("owed", "kept"):
             return None
@@ -108,8 +108,8 @@ class ReceivedState:
     """The state that a view starts from.
 
     Args:
-        progress: its steps.
-        meta: what the first of its sources sent with it.
+        progress: the progress of the state.
+        meta: the values that its first source sent with it.
         extra: further tensors of that source; empty on workers that had the state themselves.
     """
 
@@ -122,16 +122,17 @@ def receive_state(
     view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, own: Progress | None, meta: Any = None,
     extra: Mapping[str, Tensor] | None = None, *, local_steps: bool = False,
 ) -> ReceivedState:  # fmt: skip
-    """Collective among the members of `view`: the state that it starts from, sent by its sources to all others.
+    """Collective among the members of `view`: its sources send the state from which it starts to all other members.
 
     Args:
-        own: the progress of this worker's state, where it is a source.
-        meta: of JSON's kinds, sent with the state.
+        own: the progress of this worker's state if this worker is a source; else None.
+        meta: JSON values that are sent with the state.
         extra: tensors that are sent with the state, and may differ between sources.
-        local_steps: sources are replicas with local steps. All workers then have the mean of what differs.
+        local_steps: whether sources are replicas with local steps. All workers then get the mean of the tensors that
+            differ between sources.
 
     Raises:
-        StateDamaged: what was received is not what the sources have.
+        StateDamaged: the received state is not the one that the sources have.
         StateMissing, PeerLost: as `transfer.transfer_tensors`.
     """
     sources = [view.members.index(source) for source in view.sources]
@@ -150,18 +151,20 @@ def receive_state(
     received = handover.transfer_tensors(comm, [here], equal, [place.host for place in view.addresses])
     state = {name: tensor for name, tensor in received.items() if not name.startswith(_EXTRA)}
     if not own and digest_of(state, numbers, local_steps=local_steps) != view.start.digest:
-        raise StateDamaged(f"the state received for step {view.start.step} is not that of its sources")
+        raise StateDamaged(
+            f"the state received for step {view.start.step} has another digest than the sources have reported"
+        )
     means = handover.mean_of(comm, tensors, {name: everything[name] for name in different}, sources)
     if not own:
         progress = load_named_state(model, optimizer, state | means, numbers)
         return ReceivedState(progress, meta, _under(_EXTRA, received))
-    for name, mean in means.items():  # only now: a worker that is lost during the transfer changes no source
+    for name, mean in means.items():  # only now, so that the loss of a worker during the transfer changes no source
         tensors[name].copy_(mean)
     return ReceivedState(own, meta)
 
 
 def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, local_steps: bool = False) -> str:
-    """Digest of a named state; with local steps, of its replicated part."""
+    """The digest of a named state; with local steps, the digest of its replicated part."""
     return handover.state_digest(*(replicated_part(tensors, numbers) if local_steps else (tensors, numbers)))
 
 

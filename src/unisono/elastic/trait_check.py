@@ -1,9 +1,9 @@
 """Traits: named texts that must be equal on all workers of a run. They are compared before a worker joins.
 
 A worker on another host may have another file for the task's name, other data, or other hyperparameters. A trait is a
-short value itself, or the digest of a long one. A trait that only one worker has is not compared. So versions of torch
-with more hyperparameters, or data that cannot be read, cause no error. Weights are compared only by names and shapes,
-since all workers receive those of one worker.
+short value itself, or the digest of a long value. A trait that only one worker has is not compared. So versions of
+torch with more hyperparameters, or data that cannot be read, cause no error. Weights are compared only by names and
+shapes, since all workers receive the weights of one worker.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
     """Compare the traits of two workers.
 
     Args:
-        mine, theirs: traits of one worker, and of another or of the run.
-        where: the owner of `mine` for the message: ``this worker's``.
-        whose: the owner of `theirs` for the message: ``the run``.
+        mine, theirs: the traits of one worker, and those of another worker or of the run.
+        where: the owner of `mine` in the message, as ``this worker's``.
+        whose: the owner of `theirs` in the message, as ``the run``.
 
     Raises:
-        TaskMismatch: they differ; names the traits, and both values of the first.
+        TaskMismatch: the traits differ; the message names those that do, and both values of the first one.
     """
     # Code comes last: a difference in what it computes is more informative.
     names = sorted(theirs, key=lambda name: name.startswith(CODE))

@@ -1,4 +1,4 @@
-"""Protocols of what a worker process receives from its launcher, as far as this folder uses it."""
+"""Protocols of what a worker process receives from its launcher, as far as this folder uses that."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ElasticWorker(Protocol):
     """A worker of an elastic script.
 
     Attributes:
-        contact: of the coordinator.
-        first: whether this is one of the processes that the run started with.
+        contact: the address of the coordinator.
+        first: whether this is one of the processes with which the run started.
     """
 
     @property

@@ -25,15 +25,15 @@ from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.context import RunContext
 from unisono.trainer.data_feed import DataFeed
 
-_STEPS = 6  # the first one includes initialization and does not count
+_STEPS = 6  # the first step includes initialization and does not count
 _ENOUGH_SECONDS = 10.0
 
 
 def share_seconds(task: Task, config: Config) -> float:
-    """Median seconds of forward, backward and optimizer of ``1 / config.workers`` of a step.
+    """Measure the median seconds of forward, backward and optimizer in ``1 / config.workers`` of a step.
 
     Raises:
-        InvalidInput: task or configuration cannot work.
+        InvalidInput: the task cannot be trained with this configuration.
     """
     task, device, comm = replace(with_data(task), evaluate=None), torch.device("cpu"), SingleWorker()
     with contextlib.ExitStack() as stack, _one_thread():

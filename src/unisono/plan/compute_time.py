@@ -28,7 +28,7 @@ class Duration(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """Always `seconds`."""
+    """A time that is always `seconds`."""
 
     seconds: float
 
@@ -38,8 +38,8 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution with mean `seconds` and standard deviation ``deviation * seconds``, truncated at three
-    standard deviations and at 0."""
+    """A time that is normally distributed, with mean `seconds` and standard deviation ``deviation * seconds``. It is
+    truncated at three standard deviations and at 0."""
 
     seconds: float
     deviation: float
@@ -53,7 +53,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between `least` and `most` seconds."""
+    """A time that is uniformly distributed between `least` and `most` seconds."""
 
     least: float
     most: float
@@ -64,7 +64,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Compute:
-    """The time of a share of a step, by worker: one duration for all, or one each."""
+    """The compute time of a share of a step: one duration for all workers, or one for each worker."""
 
     durations: tuple[Duration, ...]
 
@@ -105,7 +105,7 @@ def _read(field: str, text: str) -> Duration:
         return Fixed(units.seconds(field, text))
     made = Uniform(units.seconds(field, least), units.seconds(field, most))
     if made.least > made.most:
-        raise InvalidInput(field, text, "begins above its end", _CURE)
+        raise InvalidInput(field, text, "the range begins above its end", _CURE)
     return made
 
 
@@ -117,7 +117,10 @@ def _share(field: str, text: str) -> float:
 
 
 def quantiles(values: Sequence[float], *shares: float) -> list[float]:
-    """The least of `values` that at least each of `shares` of them do not exceed; nan without values."""
+    """For each of `shares`, the smallest of `values` that at least this share of them does not exceed.
+
+    The results are nan if there are no values.
+    """
     ordered = sorted(values)
     if not ordered:
         return [math.nan] * len(shares)

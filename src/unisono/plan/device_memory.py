@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device.
+    """The memory of a machine, or of one of its GPUs.
 
     Args:
-        name: of the device.
-        bytes: its total.
-        shared: whether all workers of the machine share it, or each has its own.
+        name: what the memory belongs to: ``this machine``, or the name of the GPU.
+        bytes: the size of the memory.
+        shared: whether all workers of the machine share the memory; if not, each has a GPU of its own.
     """
 
     name: str
@@ -35,7 +35,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def _limits() -> list[int]:
-    """The limits of this process's control groups."""
+    """The limits of memory of this process's control groups, in bytes."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
         group = Path("/sys/fs/cgroup") / line.removeprefix("0::").strip("/")

@@ -23,14 +23,14 @@ MetaTensors = tuple[Tensor, ...]  # on the meta device
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The memory and the messages of a worker in a step.
+    """The memory and the messages of a worker in a step. Memory is in bytes.
 
     Args:
-        activations: bytes that a micro-batch saves for backward, the largest of each of this worker's stages, summed.
-        in_flight: the maximum that concurrent micro-batches save.
+        activations: what one micro-batch saves for backward, as the sum of the maxima of this worker's stages.
+        in_flight: the maximum that all micro-batches in flight save together.
         gathered: the maximum of unsharded parameters at one time.
         messages: each message, and how often it is sent.
-        gradients: bytes per element of each parameter's gradient, by name; only of parameters that get one.
+        gradients: the bytes per element of each parameter's gradient, by name; without parameters that get none.
     """
 
     activations: int
@@ -45,11 +45,11 @@ class WorkerLoad:
     """The work of a worker in a step.
 
     Args:
-        task: with its loss under autocast, where that is used.
+        task: the task; its loss runs under autocast if that is used.
         batch: a real micro-batch.
         micro_batches: the number of this worker's micro-batches in a step.
         autocast: the context of forward passes.
-        arrives: the input of each pipeline stage; empty without a pipeline.
+        arrives: the inputs of each pipeline stage, by its number; empty without a pipeline.
     """
 
     task: Task
@@ -60,7 +60,7 @@ class WorkerLoad:
 
 
 def dry_step(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
-    """Run the step of `worker`.
+    """Run one step of `worker`, and record its memory and messages.
 
     Raises:
         Exception: whatever the model's code raises on tensors without values.
@@ -70,7 +70,7 @@ def dry_step(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
 
 
 def _whole(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
-    """Run the first micro-batch, one representative of those between, and the last. They send different messages if
+    """Run the first micro-batch, one for all those in between, and the last. These three send different messages if
     gradients are summed once per step."""
     held, kept, sent = worker.held, SavedTensors(), Counter[CollectiveCall]()
     activations = 0
@@ -117,7 +117,7 @@ def _stages(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
 
 
 def _leaves(worker: FakeWorker, work: WorkerLoad, stage: Stage, number: int) -> list[Tensor]:
-    """The output of a stage for a micro-batch, or its loss."""
+    """The outputs of a stage for a micro-batch; of the last stage, the loss."""
     arrived = [_arrived(worker, outline) for outline in work.arrives[number]]
     with work.autocast():
         batch = worker.of(work.batch)
@@ -139,21 +139,21 @@ def _backward(leaves: list[Tensor]) -> None:
 
 
 def _gathered(kept: SavedTensors) -> int:
-    """Parameters at the roots stay unsharded; of the others, one module at a time is."""
+    """The maximum of unsharded parameters in bytes: those of root modules, and of one other module at a time."""
     sizes = kept.gathered
     inner = {child for module in sizes for child in module.modules() if child is not module}
     return sum(sizes[m] for m in sizes if m not in inner) + max((sizes[m] for m in sizes if m in inner), default=0)
 
 
 def _gradients(worker: FakeWorker) -> dict[str, int]:
-    """Bytes per element of each gradient; removes the gradients."""
+    """The bytes per element of each gradient, by name. Removes the gradients from the parameters."""
     taken = {name: worker.held.take(name) for name in worker.held.leaves}
     return {name: gradient.element_size() for name, gradient in taken.items() if gradient is not None}
 
 
 def stage_messages(arrives: Mapping[int, MetaTensors], stages: Mapping[int, Any], count: int, micro_batches: int,
             worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[CollectiveCall]:  # fmt: skip
-    """Messages between a worker's stages and those of other workers: outputs, and their gradients."""
+    """The messages between a worker's stages and those of other workers: outputs, and gradients of outputs."""
     found: Counter[CollectiveCall] = Counter()
     for number in stages:
         here = worker_of(number)

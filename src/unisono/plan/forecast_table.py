@@ -18,7 +18,7 @@ _LABELS = 21
 
 
 def tables(forecasts: Mapping[str, Forecast], width: int) -> list[Table]:
-    """One column per variant, in as many tables as needed to stay within `width` columns."""
+    """Tables with one column per variant, as many as needed to stay within `width` characters."""
     side_by_side = max(1, (width - _LABELS) // _NARROWEST)
     numbered = [(mark(i), name, forecast) for i, (name, forecast) in enumerate(forecasts.items())]
     return [_table(numbered[i : i + side_by_side]) for i in range(0, len(numbered), side_by_side)]

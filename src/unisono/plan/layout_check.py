@@ -32,7 +32,7 @@ def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]
 
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:
     """Raise `InvalidInput` if the model or the optimizer of `task` does not allow the layout of `config`. Returns
-    `needs_wholes`."""
+    whether sharded tensors must be stepped whole (see `needs_wholes`)."""
     compute = BlockOptions(config.precision, config.activation_checkpointing, config.compile)
     model = check_model(partial(create_model, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Estimates what each worker holds and sends of a task under a layout, in one process without workers."""
+"""Estimates the memory and the messages of each worker under a layout, in one process without workers."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ LOG = logging.getLogger("unisono")
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages of one kind among the same ranks, in a step.
+    """The messages of one kind that a worker sends among the same ranks in a step.
 
     Args:
         axes: the axes on which those ranks differ, as ``shard`` or ``shard x context``; ``replica`` between replicas.
-        kind: see `CollectiveCall`.
-        count: number of messages.
-        bytes: that a worker sends with them.
+        kind: the kind of the messages; see `CollectiveCall`.
+        count: the number of messages.
+        bytes: the bytes that the worker sends with all of them.
     """
 
     axes: str
@@ -66,15 +66,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """The bytes that each of some equal workers holds, and its messages.
+    """The memory and messages of each of several workers for which these are equal. Memory is in bytes.
 
     Args:
-        workers: the ranks with these numbers.
-        parameters, buffers, gradients, optimizer: of the worker's parts, between two steps.
-        activations: saved by one micro-batch for backward.
-        in_flight: the maximum saved by concurrent micro-batches.
+        workers: the ranks of these workers.
+        parameters, buffers, gradients, optimizer: the memory of a worker's parts between two steps.
+        activations: what one micro-batch saves for backward.
+        in_flight: the maximum that all micro-batches in flight save together.
         gathered: the maximum of unsharded parameters at one time.
-        messages: of a step.
+        messages: the messages of a step.
     """
 
     workers: tuple[int, ...]
@@ -98,14 +98,14 @@ class LayoutEstimate:
     """The estimate of a layout.
 
     Args:
-        layout: as text.
-        workers, replicas: of the run.
+        layout: the layout as text.
+        workers, replicas: the numbers of workers and replicas of the run.
         parameters: the number of elements of all parameters.
-        micro_batch: samples per micro-batch.
-        micro_batches: of each worker in a step.
-        holdings: in the order of their first workers.
+        micro_batch: the number of samples of a micro-batch.
+        micro_batches: the number of micro-batches of each worker in a step.
+        holdings: the memory of all workers, in the order of the first worker of each entry.
         notes: what stays whole and why, where stages begin, and what could not be estimated.
-        memory: of the machine, or of a worker's device.
+        memory: the memory of the machine, or of a worker's device.
     """
 
     layout: str
@@ -127,13 +127,13 @@ class LayoutEstimate:
 
 
 def estimate_mapping(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`estimate_layout` in a process of its own; the fields of a `LayoutEstimate`."""
+    """Run `estimate_layout`; returns the fields of the `LayoutEstimate`. Runs in a process of its own."""
     task = source.load(FIELDS)
     return estimate_layout(task, resolve_config(task, settings)).mapping()
 
 
 def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
-    """What every worker would hold and send. The process must have no default process group.
+    """Estimate the memory and messages of every worker. The process must have no default process group.
 
     Raises:
         InvalidInput: the task cannot be trained under this layout.
@@ -185,7 +185,7 @@ class _Setup:
 
 
 def _fake_holdings(setup: _Setup, rank: int, notes: list[str]) -> list[WorkerMemory]:
-    """Estimate without memory, or else with it."""
+    """Estimate on tensors without memory, or in memory if that fails."""
     options = BlockOptions(setup.config.precision, setup.config.activation_checkpointing)
     worker_of_rank = partial(
         fake_worker, partial(create_model, setup.task), setup.places, rank, setup.sample, setup.device, options
@@ -196,14 +196,14 @@ def _fake_holdings(setup: _Setup, rank: int, notes: list[str]) -> list[WorkerMem
     except InvalidInput:
         raise
     except Exception as error:  # the model's own code may raise anything on tensors without values
-        notes.append(f"computed with values, in memory, as shapes are not enough: {_first_line(error)}")
+        notes.append(f"computed with values, in memory, because shapes are not enough: {_first_line(error)}")
     try:
         with worker_of_rank(memory=True) as worker:
             return _holdings(setup, rank, worker)
     except UnisonoError:
         raise
     except Exception as error:
-        raise InvalidInput("model", setup.task.name, f"a micro-batch does not run through it ({_first_line(error)})",
+        raise InvalidInput("model", setup.task.name, f"forward or backward fails ({_first_line(error)})",
                            "check that it trains on one worker") from error  # fmt: skip
 
 
@@ -252,8 +252,10 @@ def _holding(
 def _arrivals(
     task: Task, batch: Any, places: RankMesh, sample: Sample
 ) -> tuple[tuple[str, ...], dict[int, MetaTensors]]:
-    """Where stages begin, and the input of each for a micro-batch, from the whole model. Stages are balanced by bytes,
-    as nothing is measured."""
+    """The names of the modules at which stages begin, and the inputs of each stage for a micro-batch.
+
+    They are computed from the whole model. Stages are balanced by bytes, as no times are measured.
+    """
     layout = places.layout
     model = record(partial(create_model, task)).model
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
@@ -287,12 +289,12 @@ def _crossing(places: RankMesh, rank: int, held: Any, work: WorkerLoad) -> Count
 
 
 def shard_bytes(leaf: Tensor, places: RankMesh, rank: int, width: int) -> int:
-    """Bytes of the part of `leaf` on `rank`, at `width` bytes per element."""
+    """The bytes of the part of `leaf` on `rank`, with `width` bytes per element."""
     return torch.Size(local_shape(leaf, places, rank)).numel() * width
 
 
 def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: str) -> Iterator[Traffic]:
-    """The sums of `messages`, by axes and kind."""
+    """The counts and bytes of `messages`, added up for each combination of axes and kind."""
     found: dict[tuple[str, str], Counter[CollectiveCall]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
@@ -339,7 +341,7 @@ def _uncounted(config: Config) -> list[str]:
 
 @contextlib.contextmanager
 def _captured_log(notes: list[str]) -> Iterator[None]:
-    """Append the log messages of applying a layout to `notes`."""
+    """A context that appends log messages, such as those of applying a layout, to `notes`."""
 
     class Appending(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

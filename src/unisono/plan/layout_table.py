@@ -1,4 +1,4 @@
-"""A layout's estimate as tables for a terminal."""
+"""Shows the estimate of a layout as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def heading(task: str, estimate: Mapping[str, Any]) -> str:
 
 
 def tables(estimate: Mapping[str, Any], width: int) -> list[Table]:
-    """Memory and messages; one column for workers with the same numbers, in as many tables as needed to stay within
-    `width` columns."""
+    """Tables of memory and messages, as many as needed to stay within `width` characters. Workers with equal numbers
+    share a column."""
     side_by_side = max(1, (width - _LABELS) // _NARROWEST)
     holdings = estimate["holdings"]
     found = []
@@ -48,11 +48,11 @@ def tables(estimate: Mapping[str, Any], width: int) -> list[Table]:
 
 
 def notes(estimate: Mapping[str, Any]) -> Iterator[str]:
-    """The total memory, and the notes of the estimate."""
+    """Sentences on the total memory, and the notes of the estimate."""
     memory = estimate["memory"]
     if memory["shared"]:
         needed = sum(each["total"] * len(each["workers"]) for each in estimate["holdings"])
-        yield (f"All of them on this machine: {decimal(needed)} of the {decimal(memory['bytes'])} of {memory['name']} "
+        yield (f"All workers together need {decimal(needed)} of the {decimal(memory['bytes'])} of {memory['name']} "
                f"({_share(needed, memory['bytes'])}), besides the memory of each process itself.")  # fmt: skip
     else:
         needed = max(each["total"] for each in estimate["holdings"])
@@ -129,7 +129,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _starred(name: str) -> str:
-    """Replace the indices of a list's blocks by a star."""
+    """`name` with a star in place of the indices in a list of modules."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

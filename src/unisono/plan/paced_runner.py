@@ -1,4 +1,4 @@
-"""A trainer on a virtual clock: its computation is real, its time is simulated.
+"""Runs micro-batches on a virtual clock: the computation is real, its time is simulated.
 
     clock   ├── forward 1/3 ──┼── backward 2/3: a parameter's part of it before its gradient is available ──┤
                  └ a module's part of it at the end of its forward pass
@@ -20,21 +20,23 @@ from unisono.tensors.batch import Batch
 from unisono.trainer.micro_batches import MicroBatchRunner
 
 FORWARD = 1 / 3  # backward computes two matrix products for each one of forward
-# Of backward: smaller parameters advance the clock together with the next ones, as each advance is a thread switch.
+# The least part of backward by which the clock advances. Smaller parameters advance it together with the next ones,
+# because each advance is a thread switch.
 _GRAIN = 1 / 32
-_FORWARD_GRAIN = 1 / 8  # of forward
+_FORWARD_GRAIN = 1 / 8  # likewise, the least part of forward
 
 
 class ClockPacer:
     """Advances the clock of one virtual worker while it computes.
 
     Args:
-        model: the time of forward is divided among its modules, and that of backward among its parameters, by size.
-        seconds: of one micro-batch of a step.
-        by_module: False: the time of forward passes at once, as the modules of a compiled model have no hooks.
+        model: the model. Its modules divide the time of forward, and its parameters the time of backward, by size.
+        seconds: returns the time of one micro-batch of a given step.
+        by_module: whether forward takes time module by module. False: the time of forward passes at once, because the
+            modules of a compiled model have no hooks.
 
     Attributes:
-        busy_seconds: total compute time.
+        busy_seconds: the compute time so far.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ClockPacer:
         self._forward = self._forward_due = self._forward_left = 0.0
         parameters = [p for p in model.parameters() if p.requires_grad]
         total = sum(p.numel() for p in parameters)
-        for p in parameters:  # before the replica's hooks, which pass the gradient on
+        for p in parameters:  # these hooks run before the replica's hooks, which pass the gradient on
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, p.numel() / max(1, total)))
         for module in model.modules() if by_module else ():
             numel = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
@@ -64,11 +66,11 @@ class ClockPacer:
             self._advance_forward(self._forward)
 
     def end(self) -> None:
-        """End the micro-batch; its remaining time passes now."""
+        """End the micro-batch: the rest of its time passes now."""
         self._advance(self._left)
 
     def _on_module(self, share: float, *_: Any) -> None:
-        if self._forward_left:  # else this is an evaluation
+        if self._forward_left:  # otherwise this is an evaluation
             self._forward_due += share * self._forward
             if self._forward_due >= _FORWARD_GRAIN * self._forward:
                 self._advance_forward(min(self._forward_due, self._forward_left))

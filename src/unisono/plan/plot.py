@@ -1,4 +1,4 @@
-"""Loss curves as an image file, by matplotlib."""
+"""Plots loss curves into an image file, by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MEGABYTE = 1e6
 
 
 def check(field: str, path: str) -> Path:
-    """The path of the image.
+    """Check the path of the image, and return it.
 
     Raises:
-        InvalidInput: an unknown image format, no such directory, or no matplotlib.
+        InvalidInput: the image format is unknown, there is no such directory, or matplotlib is not installed.
     """
     file = Path(path).absolute()
     if file.suffix.lower() not in KINDS:
         raise InvalidInput(field, path, "not a supported image format", f"end it with {' or '.join(KINDS)}")
     if not file.parent.is_dir() or file.is_dir():
-        problem = "a directory" if file.is_dir() else f"there is no directory {file.parent}"
+        problem = "this is a directory" if file.is_dir() else f"there is no directory {file.parent}"
         raise InvalidInput(field, path, problem, "create it, or name another file")
     if find_spec("matplotlib") is None:
         raise InvalidInput(

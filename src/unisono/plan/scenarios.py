@@ -1,4 +1,4 @@
-"""Variants of one run on one cluster: from the user's text to values."""
+"""Reads the variants of one run, and the cluster on which they are simulated, from the user's text."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _GOODPUT = 1448 / 1514 * 0.92
 
 
 def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
-    """Every variant by its name, the command's own first.
+    """Every variant by its name; the first one is the run of the command itself.
 
     Raises:
-        InvalidInput: a variant cannot be read or cannot work, or two are the same.
+        InvalidInput: a variant cannot be read or cannot be trained, or two variants are the same.
     """
     found: dict[str, Config] = {}
     for text in ["", *against]:
@@ -59,19 +59,19 @@ def fitted(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured(task: Task, config: Config, compute: str) -> str:
-    """`compute`, or the measured time as text if it is ``auto``.
+    """`compute`, or if that is ``auto``, the measured time as text.
 
     Raises:
-        InvalidInput: task or configuration cannot work.
+        InvalidInput: the task cannot be trained with this configuration.
     """
     return f"{1e3 * share_seconds(task, config):.4g}ms" if compute.strip() == AUTO else compute
 
 
 def cluster(config: Config, link: str, latency: str, compute: str, share_samples: float) -> Cluster:
-    """The cluster of the options.
+    """The cluster that the options describe.
 
     Raises:
-        InvalidInput: an option that cannot be read, or that has neither one value nor one for each worker.
+        InvalidInput: an option cannot be read, or has neither one value nor one for each worker.
     """
     parsed = Compute.of("--compute", compute)
     parsed.check("--compute", compute, config.workers)
@@ -79,7 +79,7 @@ def cluster(config: Config, link: str, latency: str, compute: str, share_samples
 
 
 def share_samples(config: Config) -> float:
-    """The samples of one worker in a step, if all compute equally."""
+    """The number of samples of one worker in a step, if all workers compute equally many."""
     assert config.global_batch is not None  # it is settled
     return config.global_batch / config.workers
 

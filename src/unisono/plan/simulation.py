@@ -1,8 +1,8 @@
-"""Forecasts a run: the real trainer and synchronizer, on virtual workers and a virtual clock.
+"""Forecasts a run by the real trainer and synchronizer, on virtual workers and a virtual clock.
 
 Weights, losses and bytes are real: the same that processes would compute and send. The time is simulated: `Compute`
-gives that of computation, `unisono.comm.link_model` that of messages. It includes neither the cost of compression, nor
-loading of data, nor evaluation.
+gives the time of computation, and `unisono.comm.link_model` the time of messages. The simulated time includes neither
+compression, nor loading of data, nor evaluation.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ OnProgress = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Cluster:
-    """The workers' links, one for all or one each, and their compute times.
+    """The links of workers, one for all or one each, and their compute times.
 
     Args:
-        share_samples: the samples of a share in `compute`; None: ``global_batch / workers`` of the simulated run.
+        share_samples: the number of samples of the share whose time is `compute`; None: ``global_batch / workers`` of
+            the simulated run.
     """
 
     links: tuple[Link, ...]
@@ -60,8 +61,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Point:
-    """The state after `step` steps: seconds since the start, the maximum of bytes that a worker has sent, the training
-    loss (the workers' mean, where each knows only its own)."""
+    """The state after `step` steps: seconds since the start, the largest number of bytes that a worker has sent, and
+    the training loss (the mean over workers, where each worker knows only its own)."""
 
     step: int
     seconds: float
@@ -74,14 +75,14 @@ class Forecast:
     """The forecast of a run.
 
     Args:
-        seconds: for all steps.
-        step_seconds_median, step_seconds_low, step_seconds_high: between the ends of two consecutive steps, each by its
-            last worker; eight of ten steps are between low and high.
-        waiting: the share of workers' time without computation: they wait for a link or for each other.
-        bytes_per_worker: the maximum over workers of bytes sent.
-        loss: of the last step.
-        metrics: of the final evaluation.
-        weights_sha256: as of `Result`.
+        seconds: the time of all steps.
+        step_seconds_median, step_seconds_low, step_seconds_high: the time from the end of a step to the end of the
+            next, where a step ends when its last worker ends it. Eight of ten steps are between low and high.
+        waiting: the share of the workers' time in which they do not compute, but wait for a link or for each other.
+        bytes_per_worker: the largest number of bytes that a worker has sent.
+        loss: the loss of the last step.
+        metrics: the metrics of the final evaluation.
+        weights_sha256: as in `Result`.
     """
 
     steps: int
@@ -98,7 +99,7 @@ class Forecast:
 
     @property
     def steps_per_second(self) -> float:
-        """The mean over the whole run."""
+        """The mean number of steps per second over the whole run."""
         return self.steps / self.seconds if self.seconds else math.inf
 
 
@@ -109,9 +110,9 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: OnProgress = la
         tell: called with progress messages, as for `unisono.observe.display.Display`.
 
     Raises:
-        InvalidInput: task or configuration cannot work.
+        InvalidInput: the task cannot be trained with this configuration.
         Diverged: the loss is not finite.
-        WorkerFailed: an exception in the user's code.
+        WorkerFailed: the user's code raised an exception.
     """
     task, config = with_data(task), replace(config, load=Inline(), checkpoint_every=0, device="cpu")
     with contextlib.ExitStack() as stack:
@@ -124,7 +125,7 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: OnProgress = la
 
 @dataclass(frozen=True)
 class WorkerTrace:
-    """The record of one virtual worker: points with its own bytes and losses, and totals."""
+    """The record of one virtual worker: the points of its steps, with its own bytes and losses, and totals."""
 
     points: Sequence[Point]
     seconds: float
@@ -185,7 +186,7 @@ class _TraceRecorder:
 
     @property
     def bytes(self) -> int:
-        """Bytes sent since its creation."""
+        """The bytes that the worker has sent since the creation of this recorder."""
         return self._comm.bytes_sent - self._sent
 
     def event(self, event: str, /, **fields: Any) -> None:

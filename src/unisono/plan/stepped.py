@@ -26,8 +26,8 @@ class SteppedTensors:
     """The tensors that one worker steps.
 
     Args:
-        shapes: names and shapes of the tensors, or of its parts.
-        messages: of a step, that gather these tensors and return them.
+        shapes: the names and shapes of the tensors, or of the worker's parts of them.
+        messages: the messages of a step that gather whole tensors, and return them.
     """
 
     shapes: tuple[tuple[str, Shape], ...]
@@ -35,12 +35,12 @@ class SteppedTensors:
 
     @staticmethod
     def parts(parts: Mapping[str, Shape]) -> SteppedTensors:
-        """For a worker that steps its own parts."""
+        """The tensors of a worker that steps its own parts of them."""
         return SteppedTensors(tuple(parts.items()))
 
     @staticmethod
     def wholes(leaves: Mapping[str, Tensor], places: RankMesh, rank: int) -> SteppedTensors:
-        """For worker `rank`, where owners step whole tensors; see `WholeTensorOptimizer`."""
+        """The tensors of worker `rank` where owners step whole tensors; see `WholeTensorOptimizer`."""
         group = places.along(rank, *SHARDING_AXES)
         held = {name: {other: local_shape(leaf, places, other) for other in group} for name, leaf in leaves.items()}
         whole = {name: tuple(leaf.shape) for name, leaf in leaves.items() if leaf.requires_grad}
@@ -61,9 +61,9 @@ class SteppedTensors:
 
 
 def optimizer_bytes(task: Task, worker: FakeWorker, stepped: SteppedTensors, gradients: Iterable[str]) -> int:
-    """Bytes of the optimizer's state after a step in which `gradients` exist.
+    """The bytes of the optimizer's state after a step in which `gradients` exist.
 
-    If its code reads values, it steps one tensor after the other, on real memory.
+    If the optimizer's code needs values, it steps one tensor at a time, in memory.
     """
     known = dict(worker.held.local.named_parameters())
     tensors = [(known[name], shape, name in gradients) for name, shape in stepped.shapes if known[name].requires_grad]
@@ -76,7 +76,7 @@ def optimizer_bytes(task: Task, worker: FakeWorker, stepped: SteppedTensors, gra
 
 
 def _state_bytes(task: Task, tensors: Iterable[tuple[Tensor, Shape, bool]]) -> int:
-    """Bytes of the state after a step on tensors like these, some of which have gradients."""
+    """The bytes of the optimizer's state after a step on tensors like these, some of which have gradients."""
     model = nn.ParameterList()
     for like, shape, used in tensors:
         parameter = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))

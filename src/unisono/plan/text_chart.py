@@ -1,4 +1,4 @@
-"""Curves in a terminal, one character cell per point."""
+"""Draws curves in a terminal, with one character cell per point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = "●○×+◆*"
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 Curve = Sequence[tuple[float, float]]
 _LOGARITHMIC_FROM = 8.0  # ratio of the longest curve to the shortest, from which a linear axis would hide the shortest
-_DECADES = 3.0  # the maximum of a logarithmic axis
+_DECADES = 3.0  # the largest length of a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Axis:
 def chart(
     title: str, curves: Mapping[str, Curve], unit: Callable[[float], str], *, width: int, height: int = 12
 ) -> Text:
-    """`curves` by name as text of `width` columns; a cell shows the mean of the values in its column.
+    """Draw `curves`, by name, as text of `width` columns. A column shows the mean of each curve's values in it.
 
     Args:
         unit: formats a number of the horizontal axis.
@@ -53,7 +53,7 @@ def chart(
     across = _across([curve for curve in finite.values() if curve], max(16, width - side - 3))
     up = Axis(min(ys), max(ys), height)
     cells: dict[tuple[int, int], int] = {}
-    for i, curve in reversed(list(enumerate(finite.values()))):  # the first is on top
+    for i, curve in reversed(list(enumerate(finite.values()))):  # the first curve is on top
         cells |= {(column, up.cell(value)): i for column, value in _means(curve, across).items()}
     made = Text.assemble((title, "bold"), "\n")
     for row in range(height - 1, -1, -1):
@@ -70,12 +70,12 @@ def chart(
 
 
 def size(count: float) -> str:
-    """Bytes as human-readable text."""
+    """A number of bytes as human-readable text."""
     return decimal(round(count))
 
 
 def legend(names: Sequence[str]) -> Text:
-    """The mark of each curve."""
+    """The mark and the name of each curve."""
     return Text("   ").join(Text.assemble(mark(i), " ", name) for i, name in enumerate(names))
 
 

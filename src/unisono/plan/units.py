@@ -13,10 +13,10 @@ _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([^0-9.\s
 
 
 def bytes_per_second(field: str, text: str) -> float:
-    """A link's rate: bits (``100Mbit``, ``1Gbit/s``, ``1Gbps``) or bytes (``12.5MB/s``) per second.
+    """Parse the rate of a link, in bits (``100Mbit``, ``1Gbit/s``, ``1Gbps``) or bytes (``12.5MB/s``) per second.
 
     Raises:
-        InvalidInput: another notation, or not above 0.
+        InvalidInput: `text` has another notation, or the rate is not above 0.
     """
     cure = "write for instance 100Mbit, 1Gbit or 12.5MB/s"
     number, unit = _split(field, text, cure)
@@ -30,10 +30,10 @@ def bytes_per_second(field: str, text: str) -> float:
 
 
 def seconds(field: str, text: str) -> float:
-    """A time: ``20ms``, ``1.5s``, ``50us``; 0 needs no unit.
+    """Parse a time: ``20ms``, ``1.5s``, ``50us``; 0 needs no unit.
 
     Raises:
-        InvalidInput: another notation, or no unit.
+        InvalidInput: `text` has another notation, or no unit.
     """
     cure = "write for instance 20ms, 50us or 1.5s"
     if text.strip() == "0":

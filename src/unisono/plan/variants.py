@@ -1,4 +1,4 @@
-"""Variants of a run to compare: the command's own, and others with another synchronizer, compressor or setting.
+"""Reads and names variants of a run, which have another synchronizer, compressor or setting than the command.
 
 DiLoCo(every=32) + Quantize(4)             a synchronizer and its compressor; alone it sends uncompressed
 Quantize(4)                                a compressor; the synchronizer is unchanged
@@ -21,10 +21,10 @@ _CURE = "write for instance 'DiLoCo(every=32) + Quantize(4)'"
 
 
 def changes(field: str, text: str) -> dict[str, Any]:
-    """The Config fields that the variant in `text` changes, their values as text.
+    """The fields of `Config` that the variant in `text` changes, with their values as text.
 
     Raises:
-        InvalidInput: a term is not a synchronizer, a compressor or a setting, or one occurs twice.
+        InvalidInput: a term is neither a synchronizer, a compressor nor a setting, or a field occurs twice.
     """
     found: dict[str, Any] = {}
     for term in _terms(text):

@@ -27,10 +27,12 @@ def adasum(
     memory: CompressorMemory,
     dtype: torch.dtype,
 ) -> Mean:
-    """Collective, in place of `Compressor.mean`: all workers gather all messages and fold the same tree.
+    """Collective, in place of `Compressor.mean`: combine the gradients of all ranks of `comm` by Adasum.
 
-    A worker receives ``n - 1`` messages. The operator is symmetric and has no weights. Each worker's total counts as
-    the gradient of ``1 / n`` of the global batch; with half the samples of another worker, it is half as long.
+    Every rank gathers the compressed totals of all n ranks, and combines them pairwise in the same tree. Each rank
+    receives ``n - 1`` messages. Each decoded total is multiplied by n, as if each rank had an equal share of the global
+    batch. Adasum does not weight ranks by samples: a rank with half the samples of another contributes a gradient that
+    is half as long.
     """
     rows = yield comm.gather(compress.encode_with_feedback(total, spans, memory))
     totals = [compress.decode(row, spans, total.numel(), dtype) for row in rows]
@@ -43,7 +45,7 @@ def adasum(
 
 
 def combined(a: Tensor, b: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Adasum of two flat gradients, separately for each span; 0 between spans."""
+    """Combine two flat gradients by Adasum, separately in each span; elements between spans are 0."""
     result = torch.zeros_like(a)
     for span in spans:
         x, y = a[span.start : span.stop], b[span.start : span.stop]

@@ -24,15 +24,15 @@ from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
 @dataclass(frozen=True)
 class AllReduce:
-    """All-reduces the mean gradient in buckets, launched in a fixed order as they fill.
+    """All-reduces the mean gradient in buckets. Each is sent when it is full, in an order that all workers share.
 
     Args:
-        bucket_bytes: size of a bucket; a larger one has less overhead, a smaller one more overlap.
-        first_bytes: size of the first bucket, which is sent first.
+        bucket_bytes: the least size of a bucket; larger buckets have less overhead, smaller ones overlap more.
+        first_bytes: the least size of the first bucket, which is sent first.
         reduce: ``mean``, or ``adasum`` (see `unisono.sync.adasum`), which adds orthogonal components.
 
     Raises:
-        ValueError: a size below 1, or another `reduce`.
+        ValueError: a size is below 1, or `reduce` is neither ``mean`` nor ``adasum``.
     """
 
     bucket_bytes: int = 8 << 20

@@ -11,11 +11,13 @@ beside each training thread has the replica's weights, and answers at once::
     apply: take the step from the actor's weights, and return the difference to the actor
 
 Parameters do not change while autograd needs them. What one replica gains the other loses, so the mean over all
-replicas is preserved once all answers have arrived. `part` is 1/2. It is less while the actor's own request is in
-flight, since half of what was sent is promised to the neighbour. So weights stay weighted means of weights.
+replicas is preserved once all answers have arrived. `part` is 1/2. It is less while a request of the actor itself is in
+flight: half of the weights that the request sent are then promised to its receiver. So the weights of a replica stay a
+weighted mean of the replicas' weights.
 
-With a lossy compressor, both workers use estimates of each other (see `peer_estimate`). A pair has two for each of its
-two roles, because only messages of one role arrive in the order in which they were sent.
+With a lossy compressor, both workers use estimates of each other's weights (see `peer_estimate`). A pair of workers has
+two estimates for the requests and answers of one worker, and two for those of the other. Only the messages of one such
+role arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ from unisono.sync.work_leasing import LeaseClient
 
 
 class GossipActor:
-    """The actor of one replica's weights: one flat tensor per bucket, which is replaced and never written into.
+    """The actor that has the weights of one replica, and mixes them with those of neighbours.
+
+    The weights are one flat tensor per bucket. A tensor is replaced, never written into.
 
     Args:
-        neighbours: with how many neighbours a replica mixes, one after the other.
+        neighbours: the number of neighbours with which a replica mixes in turn.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], weights: list[Tensor], neighbours: int) -> None:
@@ -55,14 +59,14 @@ class GossipActor:
         self.reset(weights)
 
     def reset(self, weights: list[Tensor]) -> None:
-        """Set the weights to `weights`, which all replicas have; no request is in flight."""
+        """Set the weights to `weights`, which are equal on all replicas, while no request is in flight."""
         with self._lock:
             self._weights, self._known = weights, weights
             self._free = 1.0
             self._pairs: dict[tuple[int, str], PairEstimates] = {}
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Answer ``meet``, a neighbour's weights, with this replica's weights, and mix them."""
+        """Process ``meet``, which brings a neighbour's weights: answer with this replica's weights, and mix the two."""
         pair = self._pair(sender, "answers")
         pair.theirs.receive(message.tensors[0].to(self._plans[0].device))
         with self._lock:
@@ -78,7 +82,7 @@ class GossipActor:
         pass
 
     def request(self, peer: int, connection: ActorConnection) -> Work[ActorMessage]:
-        """Send the current weights to the actor of `peer`; returns the work of its answer."""
+        """Send the current weights to the actor of `peer`; the result of the returned work is its answer."""
         with self._lock:
             weights, self._free = self._weights, 0.5
         message = self._pair(peer, "requests").mine.send(weights, [0.0])
@@ -98,7 +102,10 @@ class GossipActor:
             return self._weights
 
     def add_step(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Add the optimizer's step from `before`, which `weights` returned, to `after`, which the actor now owns."""
+        """Add the optimizer's step, from `before` to `after`, to the current weights.
+
+        `before` is what `weights` returned. `after` belongs to the actor from now on.
+        """
         with self._lock:
             if self._weights is not before:  # this replica has mixed with another one meanwhile
                 after = [x + (now - old) for x, now, old in zip(after, self._weights, before)]
@@ -110,10 +117,10 @@ class GossipActor:
         return self._pairs[peer, role]
 
     def _take_part(self) -> float:
-        """The part of the weights that the next answer mixes.
+        """The part of this replica's weights that the next answer exchanges for the neighbour's.
 
-        While a request is in flight, half of the weights that it sent is promised. With c as the fraction that is left
-        of those, ``(1 - part) * c`` has to stay above 1/2.
+        While a request is in flight, half of the weights that it sent are promised to its receiver. Let c be the
+        fraction of the sent weights that the current weights still contain: ``(1 - part) * c`` has to stay above 1/2.
         """
         if self._free == 1.0:
             return 0.5
@@ -122,7 +129,7 @@ class GossipActor:
         return part
 
     def _mix(self, pair: PairEstimates, part: float) -> None:
-        """Mix with the neighbour, which makes the opposite change."""
+        """Mix the weights with the neighbour's; the neighbour makes the opposite change to its own."""
         with self._lock:
             self._weights = pair.mixed(self._weights, part, self._neighbours)
         pair.mine.release()
@@ -130,13 +137,18 @@ class GossipActor:
 
 
 class PairEstimates:
-    """The estimates of a pair in one role: the peer's of this replica, and this replica's of the peer."""
+    """The estimates of a pair of workers in one role.
+
+    Attributes:
+        mine: the peer's estimate of this replica's weights.
+        theirs: this replica's estimate of the peer's weights.
+    """
 
     def __init__(self, plans: Sequence[BucketPlan], known: Sequence[Tensor]) -> None:
         self.mine, self.theirs = PeerEstimate(plans, known), PeerEstimate(plans, known)
 
     def mixed(self, weights: list[Tensor], part: float, neighbours: int) -> list[Tensor]:
-        """`weights` plus `part` of the difference of the two estimates."""
+        """`weights` plus ``part * gamma`` times the difference between the two estimates."""
         gammas = [gamma(min(pair), neighbours) for pair in zip(self.mine.fidelity, self.theirs.fidelity)]
         gaps = (theirs - mine for mine, theirs in zip(self.mine.estimates, self.theirs.estimates))
         return [x.add(gap, alpha=part * factor) for x, gap, factor in zip(weights, gaps, gammas)]
@@ -146,7 +158,8 @@ class BoundAsyncGossip(BoundSynchronizer):
     """The bound asynchronous `Gossip`; see `BoundSynchronizer` for the order of calls.
 
     Args:
-        synchronize_every: steps that are leased before all workers synchronize; 0: as many as are requested.
+        synchronize_every: work is leased up to the next multiple of this number of steps, where all workers
+            synchronize; 0: up to the end of the steps that `work_items` asks for.
     """
 
     synchronous = False
@@ -222,7 +235,7 @@ class BoundAsyncGossip(BoundSynchronizer):
         self._barrier()
 
     def take_step(self, step: Callable[[], Any]) -> Any:
-        """Take the optimizer's `step` from the actor's weights, and add it to them."""
+        """Take the optimizer's `step` from the actor's weights, and add the change to these."""
         before = self._actor.weights()
         self._weights.write(before)
         result = step()
@@ -237,7 +250,7 @@ class BoundAsyncGossip(BoundSynchronizer):
             self._in_flight = peer, self._actor.request(peer, self._connections[peer])
 
     def _receive_answer(self, wait: bool = False) -> None:
-        """Process the answer to the request in flight, if it has arrived."""
+        """Process the answer to the request in flight, if it has arrived; with `wait`, wait for it."""
         if self._in_flight and (wait or self._in_flight[1].poll()):
             peer, work = self._in_flight
             self._in_flight = None
@@ -258,7 +271,7 @@ class BoundAsyncGossip(BoundSynchronizer):
 
 
 class AsyncGossipStep:
-    """The update of one step; a `PendingUpdate`. Work is leased, so control words are never agreed in it."""
+    """The update of one step; a `PendingUpdate`. Work is leased, so workers never agree on control words in it."""
 
     agreed = False
 

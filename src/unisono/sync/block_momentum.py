@@ -17,8 +17,8 @@ from unisono.sync.sync_schedule import SyncSchedule
 class BlockMomentum(Periodic):
     """Blockwise model-update filtering (BMUF).
 
-    Replicas start block t from the global model ``Wg(t-1)``. After `every` local steps, ``W̄(t)`` is the mean of their
-    weights, by their samples in the block:
+    Replicas start block t from the global model ``Wg(t-1)``. After `every` local steps, ``W̄(t)`` is the mean of the
+    replicas' weights, weighted by their samples in the block:
 
         G(t)  = W̄(t) - Wg(t-1)                             update of the block
         Δ(t)  = η Δ(t-1) + G(t)                            filtered; block momentum η, block learning rate 1
@@ -27,8 +27,8 @@ class BlockMomentum(Periodic):
         Wg(t) = W(t) + η Δ(t)                              Nesterov block momentum (NBM)
 
     ``Wg`` is the anchor. Eliminating W from the Nesterov form leaves ``Wg(t) = Wg(t-1) + G(t) + η Δ(t)``. The mean
-    update of n replicas is about as small as that of one. η = 1 - 1/n compensates, because an update finally
-    contributes ``1 / (1 - η)`` times.
+    update of n replicas is only about as large as the update of one replica. η = 1 - 1/n compensates for this, because
+    each update contributes ``1 / (1 - η) = n`` times over the following blocks.
 
     Args:
         every: local steps of a block, from 1.
@@ -36,7 +36,7 @@ class BlockMomentum(Periodic):
         nesterov: NBM in place of CBM.
 
     Raises:
-        ValueError: a number out of its bounds.
+        ValueError: a number is out of its bounds.
     """
 
     every: int = 8

@@ -1,6 +1,6 @@
-"""The mean of many tensors over all workers: bucket by bucket, in one order, with a control word.
+"""Averages many tensors over all workers, bucket by bucket in one order, and sums a control word.
 
-All-reduce uses it for gradients while backward runs, periodic algorithms for local updates.
+All-reduce uses it for gradients while backward runs; periodic algorithms use it for local updates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mean(
     memory: CompressorMemory,
     dtype: torch.dtype,
 ) -> Mean:
-    """Collective: the mean of the compressor."""
+    """Collective: the mean of one bucket as `Compressor.mean` computes it."""
     return compress.mean(total, spans, comm, memory, dtype)
 
 
@@ -58,13 +58,15 @@ def hierarchical(hierarchy: Hierarchy, how: ReduceFunction) -> ReduceFunction:
 class BucketedReduction:
     """Averages named tensors over all workers, in rounds.
 
-    A round is `begin`, `add` for each tensor, `close` before the last ones, `launch`, `wait`, `commit`.
+    A round calls `begin`, `add` for each tensor, `launch`, `wait` and `commit`; and `close` before the last `add` of
+    each tensor.
 
     Args:
-        parameters: name to a tensor of the shape, dtype and device of what is averaged.
-        control: length of the control word in numbers.
-        overlap: start a bucket as soon as it is full.
-        how: takes the mean of one bucket.
+        parameters: by name, tensors with the shape, dtype and device of the tensors that are averaged.
+        bucket_bytes, first_bytes: the least sizes of a bucket, and of the first bucket.
+        control: the length of the control word, in numbers.
+        overlap: whether the exchange of a bucket starts as soon as the bucket is full.
+        how: the function that takes the mean of one bucket.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class BucketedReduction:
         self._overlap, self._zero_control = overlap, [0.0] * control
         plans = plan_buckets(parameters, compress, bucket_bytes, first_bytes)
         tail = len(parameters) + 8 * control
-        # An exchange of several messages starts the later ones when it is polled, at different moments on different
-        # workers. So such buckets have a separate channel, on which one bucket is complete before the next begins.
+        # An exchange of several messages starts the later messages when it is polled, at different moments on
+        # different workers. So such buckets have a separate channel, which completes a bucket before it begins another.
         hierarchy = comm.hierarchy("hops")
         self._peers = hierarchy.inter_node.size if hierarchy and hierarchy.inter_node else comm.size
         add_up = [how is mean and c.compress.is_additive for c in plans]
@@ -94,7 +96,7 @@ class BucketedReduction:
             Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0)
             for c in plans
         ]
-        self._tail: list[Bucket] = []  # an uncompressed bucket for a tail that cannot be part of another one
+        self._tail: list[Bucket] = []  # an uncompressed bucket for the tail, if no other bucket can carry it
         if not add_up or not add_up[-1]:
             empty = BucketPlan((), torch.float32, plans[-1].device if plans else torch.device("cpu"), 0, Cast())
             self._tail = [Bucket(empty, comm, comm, how=mean, hierarchy=hierarchy, tail=tail)]
@@ -107,7 +109,7 @@ class BucketedReduction:
         return [bucket.plan for bucket in self._gradients]
 
     def begin(self) -> None:
-        """Begin a round; a round that was not committed is discarded."""
+        """Begin a round. The previous round, if it was not committed, is discarded."""
         self._closing = False
         self._control = self._zero_control
         self._launched = 0
@@ -127,7 +129,7 @@ class BucketedReduction:
         return self._place[name][0].launched
 
     def add(self, name: str, tensor: Tensor, weight: float) -> None:
-        """Add ``weight * tensor`` to the mean of `name`; start the buckets that became full."""
+        """Add ``weight * tensor`` to the mean of `name`, and start the buckets that are now full."""
         bucket, i = self._place[name]
         bucket.add(i, tensor, weight)
         if self._closing and self._overlap:
@@ -137,7 +139,10 @@ class BucketedReduction:
             self.poll()
 
     def fold(self) -> None:
-        """Fold the gradients of a micro-batch, which have all been added. Raises as `Compressor.add` does."""
+        """Move buffered gradients into the totals, after a micro-batch has added all its gradients.
+
+        Raises what `Compressor.add` raises.
+        """
         for bucket in self._gradients[self._launched :]:
             bucket.fold()
 
@@ -147,9 +152,9 @@ class BucketedReduction:
             self._launch_next()
 
     def poll(self) -> None:
-        """Make progress without blocking, at most once per instant of the clock.
+        """Let the exchanges make progress without blocking, at most once per instant of the clock.
 
-        The simulator takes a worker that polls the same work twice at the same instant for one that blocks.
+        A worker that polls the same work twice at one instant counts as blocked in the simulator.
         """
         now = self._comm.now()
         if now == self._polled_at:
@@ -163,7 +168,7 @@ class BucketedReduction:
                 bucket.poll()
 
     def wait(self) -> RoundMeans:
-        """Collective: wait for all means. Raises `PeerLost`, `MessageMismatch`."""
+        """Collective: wait for the means of all buckets. Raises `PeerLost`, `MessageMismatch`."""
         self.launch()
         while self._queue:
             self._queue.popleft().wait()
@@ -174,7 +179,7 @@ class BucketedReduction:
         return RoundMeans(self._buckets, means, used, unpack(tail[len(self.names) :]))
 
     def commit(self) -> None:
-        """Commit the residuals of this round, because its means are applied."""
+        """Commit the residuals of this round; called once its means are applied."""
         for bucket in self._buckets:
             bucket.memory.commit()
 
@@ -187,7 +192,7 @@ class BucketedReduction:
         }
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Between two rounds, load the `residual_state` of an earlier attempt with as many workers and buckets."""
+        """Between two rounds: load the `residual_state` of an earlier attempt with as many workers and buckets."""
         for i, bucket in enumerate(self._gradients):
             bucket.memory.load_state_dict(under(self._state_key(i), residuals), bucket.plan.device)
         self.begin()
@@ -198,7 +203,7 @@ class BucketedReduction:
     def _launch_next(self) -> None:
         """Start the next bucket, in the order that all workers share.
 
-        The last bucket is started by `launch`, since it contains which parameters were used.
+        Only `launch` starts the last bucket, because its tail says which parameters were used in the round.
         """
         bucket = self._buckets[self._launched]
         if bucket is self._buckets[-1]:
@@ -219,12 +224,12 @@ class BucketedReduction:
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of `state` whose names begin with ``prefix/``, by their names without it."""
+    """The tensors of `state` whose names begin with ``prefix/``, by their names without that prefix."""
     return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
 class RoundMeans:
-    """The means of one round."""
+    """The means of one round, by bucket and by name, and the sum of the control words."""
 
     def __init__(self, buckets: list[Bucket], means: list[Tensor], used: Tensor, control: list[float]) -> None:
         self._buckets, self.means, self.control = buckets, means, control
@@ -242,16 +247,23 @@ class RoundMeans:
         return [bucket.plan for bucket in self._buckets if bucket.plan.spans]
 
     def norms(self) -> list[float]:
-        """The 2-norm of each bucket."""
+        """The 2-norm of the mean of each bucket."""
         return [float(flat.norm()) for flat in self.flats()]
 
     def flats(self, scale: float = 1.0) -> list[Tensor]:
-        """``scale * mean`` of each bucket, by `BucketedReduction.plans`; to be read only, and until the next round."""
+        """``scale * mean`` of each bucket, in the order of `BucketedReduction.plans`.
+
+        The tensors are read-only, and valid until the next round. If `scale` is not 1, they are in a buffer that the
+        next call of `flats` or `results` with another scale overwrites.
+        """
         means = zip(self._buckets, self.means)
         return [bucket.scaled(mean, scale)[: bucket.plan.numel] for bucket, mean in means if bucket.plan.spans]
 
     def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
-        """``scale * mean`` by name; None if no worker added to it. To be read only, and until the next round."""
+        """``scale * mean`` of each tensor by name; None if no worker added to that tensor in this round.
+
+        The tensors are read-only, and valid for as long as those of `flats`.
+        """
         used = iter(self._used)
         return {
             span.name: result if next(used) else None
@@ -261,14 +273,14 @@ class RoundMeans:
 
 
 class Bucket:
-    """The memory of one bucket, and its exchange.
+    """One bucket: the memory in which its tensors are summed, and the exchange of the sum.
 
     Args:
         channel: the channel for an exchange of several messages.
-        tail: the count of additional numbers at the end.
+        tail: how many numbers follow the tensors: the flags of used parameters, and the control word.
 
     Attributes:
-        hops: whether this round's exchange takes several messages; it then uses the channel `channel`.
+        hops: whether this round's exchange takes several messages, on `channel`.
         carries: whether this round's exchange contains the tail.
     """
 
@@ -328,10 +340,10 @@ class Bucket:
         self.seen[i] = True
 
     def fold(self) -> None:
-        """Fold the buffer into the total, in one call if it is complete.
+        """Move the buffered gradients into the total, in one call if all parts are buffered.
 
         Raises:
-            ValueError: the compressor refuses a gradient; names the parameter.
+            ValueError: the compressor refuses a gradient; the message names its parameter.
         """
         unfolded, self._unfolded = self._unfolded, set()
         if self._collects and unfolded:
@@ -356,7 +368,7 @@ class Bucket:
         self.total[self.plan.numel :].copy_(numbers)  # whole numbers up to 255, exact in every dtype of totals
 
     def seal(self) -> None:
-        """Complete the total; parts without a gradient are set to 0, since the last exchange overwrote them."""
+        """Complete the total. Parts without a gradient are set to 0, because the previous exchange overwrote them."""
         self.fold()
         self.launched = True
         for unused in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
@@ -376,7 +388,7 @@ class Bucket:
         return self._pending.wait()
 
     def scaled(self, mean: Tensor, scale: float) -> Tensor:
-        """``scale * mean``, in separate memory, because peers may read that of the mean."""
+        """``scale * mean``, in separate memory, because peers may still read the memory of `mean`."""
         if scale == 1.0:
             return mean
         if self._scaled is None:

@@ -36,8 +36,11 @@ class BucketPlan:
 def plan_buckets(
     parameters: Mapping[str, nn.Parameter], compress: Compressor, bucket_bytes: int, first_bytes: int
 ) -> list[BucketPlan]:
-    """The buckets for `parameters` (name to parameter, in the model's order): at least `bucket_bytes` each, but for
-    the first, which takes `first_bytes`, and the last of each kind of tensor and choice of `compress`."""
+    """The plans of the buckets for `parameters` (name to parameter, in the model's order).
+
+    A bucket has at least `bucket_bytes`, the first one at least `first_bytes`. The last bucket of each compressor,
+    dtype and device may be smaller.
+    """
     kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     sizes: dict[_Kind, int] = {}
     plans: list[BucketPlan] = []
@@ -72,7 +75,7 @@ def refused(parameter: str, error: ValueError) -> ValueError:
 
 
 def gaps(plan: BucketPlan) -> list[tuple[int, int]]:
-    """The ranges of padding in a bucket, which align its parameters."""
+    """The ranges of a bucket that are padding, by which its parameters are aligned."""
     ends = [*(span.start for span in plan.spans[1:]), plan.numel]
     return [(span.stop, end) for span, end in zip(plan.spans, ends) if span.stop < end]
 

@@ -15,12 +15,12 @@ from unisono.sync.sync_schedule import SyncSchedule
 
 @dataclass(frozen=True)
 class DiLoCo(Periodic):
-    """Local steps from an anchor; an outer optimizer steps by the mean local update.
+    """Replicas take local steps from an anchor, which an outer optimizer then moves by the mean local update.
 
     Douillard et al. 2023, algorithm 1, with H = `every`. For replica m, with inner optimizer AdamW in the paper:
 
         theta_m(t) = inner(theta_m(t-1))                                    in every step
-        Δ          = mean over m of (anchor - theta_m(t))                   in every H-th step, by samples
+        Δ          = mean over m of (anchor - theta_m(t))                   in every H-th step, weighted by samples
         anchor     = outer(anchor, Δ)
         theta_m(t) = anchor
 
@@ -32,9 +32,9 @@ class DiLoCo(Periodic):
         apply    anchor_p = outer(anchor_p, Δ_p)                            if t - t_p - τ mod H = 0
                  theta_m,p(t) = α theta_m,p(t) + (1 - α) anchor_p
 
-    The paper sends outer gradients in 4 bits; here the compressor of the run applies. Its best τ were 1 to 5 steps. A
-    step waits only if an exchange takes longer than τ steps. Losses and control words are exchanged with the last
-    fragment, so they arrive τ steps late too.
+    The paper sends outer gradients in 4 bits; here the compressor of the run applies. In the paper, a τ of 1 to 5 steps
+    was best. A step waits only if an exchange takes longer than τ steps. Losses and control words are exchanged with
+    the last fragment, so they arrive τ steps late too.
 
     Args:
         every: H, from 1.
@@ -44,7 +44,7 @@ class DiLoCo(Periodic):
         mix: α, from 0 to below 1; None takes 0.5 with a delay, as the paper does, and 0 without.
 
     Raises:
-        ValueError: a number out of its bounds, or `outer` is not an outer optimizer.
+        ValueError: a number is out of its bounds, or `outer` is not an outer optimizer.
     """
 
     every: int = 500

@@ -29,7 +29,7 @@ class Weights:
 
     @torch.no_grad()
     def read(self, into: list[Tensor] | None = None) -> list[Tensor]:
-        """A copy of the current parameters, in new memory or `into` tensors of `blank`."""
+        """Copy the current parameters into the flat tensors `into`, which `blank` has returned; None: into new ones."""
         flats = into or self.blank()
         for plan, flat, group in zip(self.plans, flats, self._groups):
             torch._foreach_copy_(views(flat, plan.spans), group)
@@ -64,7 +64,7 @@ class Weights:
 def mean(flats: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> list[Tensor]:
     """Collective: the uncompressed mean over all workers, the same bits on all. Raises `PeerLost`.
 
-    `weight` is that of this worker; None on all workers: equal weights.
+    `weight` is the weight of this worker; None, on all workers alike, means equal weights.
     """
     factor, total = relative(weight, comm)
     wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True).mul_(factor) for x in flats]

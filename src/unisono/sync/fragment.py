@@ -35,9 +35,9 @@ class Fragment:
     Args:
         comm: a channel that nothing else uses.
         reference: the usual sum of the weights of one step over all replicas.
-        mix: the fraction of a replica's weights that stays.
+        mix: the fraction of a replica's weights that stays when the anchor is mixed in.
         delayed: whether training continues between `send` and `receive`.
-        control: length of the control word that is sent too.
+        control: the length of the control word that is sent with the update.
 
     Attributes:
         sent: whether an exchange is in flight, between `send` and `receive`.
@@ -91,7 +91,7 @@ class Fragment:
             self._anchor.named[name].copy_(parameter)
 
     def count_step(self, weight: float) -> None:
-        """Count one more local step of this replica, with samples of that weight."""
+        """Count one more local step of this replica; `weight` is the weight of its samples."""
         self._steps, self._weight = self._steps + 1, self._weight + weight
 
     def reset_count(self) -> None:
@@ -100,7 +100,7 @@ class Fragment:
 
     @torch.no_grad()
     def send(self, control: list[float]) -> None:
-        """Start the exchange of the local updates; returns at once."""
+        """Start the exchange of the local updates, and return at once."""
         self._usual = self._reference * self._steps
         weights = [self._weight if rank == self._rank else 0.0 for rank in range(self._size)]
         self._reduction.begin()
@@ -120,13 +120,13 @@ class Fragment:
         self._reduction.load_residuals(residuals)
 
     def poll(self) -> None:
-        """Make progress without blocking."""
+        """Let an exchange in flight make progress, without blocking."""
         if self.sent:
             self._reduction.poll()
 
     @torch.no_grad()
     def receive(self) -> list[float]:
-        """Collective: wait for the mean update, apply it to anchor and parameters; returns the sum of control words.
+        """Collective: wait for the mean update, apply it to anchor and parameters, return the sum of control words.
 
         Raises:
             PeerLost, MessageMismatch: neither anchor nor parameters have changed.
@@ -148,10 +148,10 @@ class Fragment:
 
 
 class Flat:
-    """One flat tensor per bucket, zero at first.
+    """One flat tensor for each bucket plan, initially 0.
 
     Attributes:
-        named: views by the parameters' names, in the parameters' shapes and memory formats.
+        named: views of the flat tensors by the parameters' names, in the parameters' shapes and memory formats.
     """
 
     def __init__(self, plans: Sequence[BucketPlan]) -> None:

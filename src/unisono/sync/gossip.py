@@ -46,18 +46,19 @@ class Gossip:
 
     Args:
         topology: which workers mix with each other.
-        asynchronous: mix with one neighbour, drawn in each step, without waiting (see `async_gossip`). Work is leased,
-            so that a faster worker computes more.
-        push_sum: mix a scalar weight too; None: if the topology is directed.
-        synchronize_every: steps from one exchange of control words to the next. Only then workers learn of each
-            other's losses and requests to stop, and checkpoints are taken. With `asynchronous`: the steps from one
-            synchronization to the next in elastic runs; no effect in others.
-        seed: of the draw of neighbours.
+        asynchronous: whether a worker mixes with one neighbour, drawn in each step, without waiting for it (see
+            `async_gossip`). Work is then leased, so that a faster worker computes more.
+        push_sum: whether a scalar weight is mixed too; None: only if the topology is directed.
+        synchronize_every: steps from one exchange of control words to the next. Only in such an exchange workers learn
+            of each other's losses and requests to stop, and checkpoints are taken. With `asynchronous`: the steps from
+            one synchronization to the next in elastic runs; no effect in others.
+        seed: the seed with which `asynchronous` draws neighbours.
 
     With a lossy compressor, a worker has two more copies of the weights per neighbour; with `asynchronous`, four.
 
     Raises:
-        ValueError: a number out of its bounds; push_sum=False with a directed topology; push_sum=True asynchronously.
+        ValueError: `synchronize_every` is out of its bounds; push_sum=False with a directed topology; push_sum=True
+            with asynchronous=True.
     """
 
     topology: Topology = Ring()
@@ -70,10 +71,14 @@ class Gossip:
         if not isinstance(self.synchronize_every, int) or self.synchronize_every < 1:
             raise ValueError(f"synchronize_every={self.synchronize_every!r} is not a whole number from 1")
         if self.asynchronous and self.push_sum:
-            raise ValueError("push_sum=True: asynchronous neighbours mix equal parts of each other; leave it out")
+            raise ValueError(
+                "push_sum=True with asynchronous=True, in which neighbours mix equal parts of each other; "
+                "leave push_sum out"
+            )
         if self.push_sum is False and self.topology.directed and not self.asynchronous:
             raise ValueError(
-                f"push_sum=False: the directed {self.topology!r} would not preserve the mean; leave it out"
+                f"push_sum=False with the directed topology {self.topology!r}, which preserves the mean of the "
+                "weights only with push-sum; leave push_sum out"
             )
 
     def bind(
@@ -167,7 +172,7 @@ class BoundGossip(BoundSynchronizer):
         return result
 
     def _reset(self, flats: list[Tensor]) -> None:
-        """Begin from `flats`, which all replicas have."""
+        """Begin from the weights `flats`, which are equal on all replicas."""
         self._known = flats
         self._w = [1.0] * len(flats)
         self._sent: dict[int, PeerEstimate] = {}
@@ -179,7 +184,7 @@ class BoundGossip(BoundSynchronizer):
         return edges[peer]
 
     def _mean(self) -> list[Tensor]:
-        """Collective: the sum of all numerators over the sum of all w, which is the number of workers."""
+        """Collective: the sum of all numerators x, divided by the sum of all w, which is the number of workers."""
         return mean([x.mul_(w) for x, w in zip(self._weights.read(), self._w)], self.comm)
 
     def _edges(self) -> tuple[Parts, Parts]:
@@ -214,7 +219,7 @@ class BoundGossip(BoundSynchronizer):
             self._swap = None
 
     def _mix(self, messages: Mapping[int, Tensor]) -> None:
-        """Replace the weights that were sent by the mixed numerators, and w by that of the next step."""
+        """Replace the weights that were sent by the mixed numerators, and w by the w of the next step."""
         sends, receives = self._edges()
         ws = {peer: self._estimate(self._received, peer).receive(messages[peer]) for peer in receives}
         for b, x in enumerate(self._flats):
@@ -235,7 +240,7 @@ class BoundGossip(BoundSynchronizer):
             estimate.release()
 
     def _gamma(self, bucket: int, peer: int, edges: Mapping[int, PeerEstimate]) -> float:
-        """The fraction of its part that an edge carries: the same in both directions, except with push-sum."""
+        """The fraction of its part that an edge carries. It is the same in both directions, except with push-sum."""
         if self._lossless[bucket]:
             return 1.0
         if self._push_sum:

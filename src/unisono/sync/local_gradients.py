@@ -17,8 +17,8 @@ from unisono.sync.synchronizer import BoundSynchronizer
 class LocalGradients(BoundSynchronizer):
     """The synchronizer of a replica that takes local steps.
 
-    The caller weights losses before their backward pass, so that autograd accumulates the mean; or it offers gradients,
-    which are then accumulated here.
+    Either the caller weights the losses before backward, so that autograd accumulates the mean gradient. Or the caller
+    offers gradients, and this class accumulates them.
     """
 
     local_gradients = True

@@ -14,7 +14,7 @@ from unisono.sync.sync_schedule import SyncSchedule
 
 @dataclass(frozen=True)
 class LocalSGD(Periodic):
-    """Each replica takes local steps; every `every` steps all weights become their mean (Stich 2019, algorithm 1).
+    """Each replica takes local steps; after each `every` of them, the weights are averaged (Stich 2019, algorithm 1).
 
         theta_i <- theta_i - lr g_i(theta_i)                                in every step
         theta_i <- sum over j of n_j / n theta_j                            and then, in every `every`-th one
@@ -30,7 +30,7 @@ class LocalSGD(Periodic):
         start: synchronous steps before the first local one, from 0.
 
     Raises:
-        ValueError: a number out of its bounds.
+        ValueError: a number is out of its bounds.
     """
 
     every: int = 8

@@ -9,10 +9,10 @@
     Chen et al. 2016   "Revisiting distributed synchronous SGD": backup workers
     Jayarajan et al. 2019  "Priority-based parameter propagation": slices, in the order in which they are needed
 
-All of these are one server. Work is a sequence of micro-batches in the seeded order; those of a global batch make one
-step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a synchronous one.
-They differ in the weights on which a micro-batch of step t may be computed: of version t only, of version
-t - staleness or newer, or of any version.
+One server covers all of these algorithms. Work is a sequence of micro-batches in the seeded order; those of a global
+batch make one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a
+synchronous one. The algorithms differ in the weights on which a micro-batch of step t may be computed: of version t
+only, of version t - staleness or newer, or of any version.
 
 New weights are in flight during the next forward pass: each module waits for its own weights only. They are sent in
 the order in which the model registers its parameters.
@@ -43,38 +43,38 @@ from unisono.sync.synchronizer import Loop
 from unisono.sync.work_leasing import LeaseClient, lease
 
 SERVICE = "unisono.sync.server.actor:serve"
-_SMALL_PART = 1 / 16  # of an update: weights that lack this much are as good
+_SMALL_PART = 1 / 16  # the part of an update that weights may lack without a loss of quality
 
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """Weights and optimizer in server processes, in shards of about the same size.
+    """Server processes have the weights and the optimizer, divided into shards of about equal size.
 
     Args:
-        servers: number of server processes.
+        servers: the number of server processes.
         staleness: by how many steps the weights for a micro-batch may be older than its step. 0: workers are
             synchronous, and the result is that of all-reduce. Otherwise work is leased, so that a fast worker computes
             more, and waits only at the bound; ``inf`` is fully asynchronous.
         compensate: the correction of stale gradients: `DelayCompensation` or `ScaledByStaleness`.
-        backup_workers: without staleness, how many workers' gradients a step does not wait for. Late ones are dropped
-            and counted, and their worker continues with the current step of the others.
+        backup_workers: how many workers' gradients a step does not wait for. Gradients that come too late are dropped
+            and counted, and their worker continues with the current step of the others. Only without staleness.
         copies: how many servers have each shard; with 2, the run survives the loss of a server. None: 2 if there are
             at least 2 servers.
-        slice_bytes: size of the slices in which weights and gradients are sent. A module waits for all slices that
-            contain its weights.
-        per_update: micro-batches of one step of a server; None: a global batch. 1 is classic asynchronous SGD, with a
-            step per micro-batch. With staleness only.
-        start: steps at the beginning of training whose micro-batches are computed on weights of that step: stale
-            gradients do most harm while weights change fast (the warm start of Dean et al.). With staleness only.
-        lease: micro-batches that a worker leases at once and pushes as one; None: its part of an update at equal
-            speeds. Smaller leases need more messages, are stale less often, and cause shorter waits. With staleness
-            only.
+        slice_bytes: the largest size of the slices in which weights and gradients are sent. A module waits for all
+            slices that contain its weights.
+        per_update: the number of micro-batches in one step of a server; None: a global batch. 1 is classic
+            asynchronous SGD, with a step per micro-batch. Only with staleness.
+        start: the number of steps at the beginning of training that are computed on weights with all previous steps.
+            Stale gradients do most harm while weights change fast (the warm start of Dean et al.). Only with staleness.
+        lease: the number of micro-batches that a worker leases at once, and whose gradients it pushes as one; None:
+            about an equal share of an update. Smaller leases need more messages, are stale less often, and cause
+            shorter waits. Only with staleness.
 
-    A step waits for all new weights with backup workers, with ``overlap=False``, in a compiled model, and in a user's
-    own loop.
+    A step waits for all new weights before forward with backup workers, with ``overlap=False``, in a compiled model,
+    and in a user's own loop.
 
     Raises:
-        ValueError: a number out of its bounds, or two arguments that exclude each other.
+        ValueError: a number is out of its bounds, or two arguments exclude each other.
     """
 
     servers: int = 1
@@ -96,11 +96,13 @@ class ParameterServer:
         if self.staleness != math.inf and (type(self.staleness) is not int or self.staleness < 0):
             raise ValueError(f"staleness={self.staleness!r} is neither a whole number from 0 nor inf")
         if self.copies not in (None, 1, 2) or self.shard_copies > self.servers:
-            raise ValueError(f"copies={self.copies!r}: 1, or 2 with more than one server")
+            raise ValueError(f"copies={self.copies!r} with servers={self.servers}: use 1, or 2 with at least 2 servers")
         if self.backup_workers and self.staleness:
-            raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one")
+            raise ValueError(
+                f"backup_workers={self.backup_workers} with staleness={self.staleness}: only one of them may be above 0"
+            )
         if not self.staleness and (self.per_update or self.compensate or self.start or self.lease):
-            raise ValueError("per_update, compensate, start and lease are about staleness, which is 0")
+            raise ValueError("per_update, compensate, start and lease need a staleness above 0, but staleness=0")
         if self.compensate is not None and not callable(getattr(self.compensate, "correct", None)):
             raise ValueError(f"compensate={self.compensate!r} is neither DelayCompensation nor ScaledByStaleness")
 
@@ -120,8 +122,8 @@ class ParameterServer:
         """See `Synchronizer.bind`.
 
         Raises:
-            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches; a
-                compressor or compensation that does not come with Unisono, which a server process cannot make.
+            InvalidInput: the optimizer cannot step slices; a number does not fit the number of workers or
+                micro-batches; a compressor or compensation is not one of Unisono's, so a server cannot create it.
         """
         optimizer, micro_batches = loop.optimizer, loop.micro_batches
         self._check(comm.size, micro_batches)
@@ -143,22 +145,23 @@ class ParameterServer:
         bound = StalenessBound(micro_batches, needed, self.staleness, self.start)
         size = self.lease or lease(needed, comm.size)
         leases = None if self.backup_workers else LeaseClient(comm, micro_batches, size)
-        # A correction compares with the weights that a worker received last, on which its push was computed.
+        # The server takes the weights that it sent a worker last as those on which the worker's push was computed.
         needs_old_weights = self.compensate is not None and self.compensate.needs_old_weights
         pulls_first = size <= _SMALL_PART * needed and not needs_old_weights
         return AsynchronousClient(servers, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:
-            raise InvalidInput("backup_workers", self.backup_workers, f"the run has {workers} workers",
+            raise InvalidInput("backup_workers", self.backup_workers,
+                               f"the run has {workers} workers, and a step needs the gradient of at least one",
                                f"use at most {workers - 1}")  # fmt: skip
         if self.per_update and micro_batches % self.per_update:
-            raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch "
-                               "are not a multiple of it", "use a divisor, or leave it out")  # fmt: skip
+            raise InvalidInput("per_update", self.per_update, f"does not divide the {micro_batches} micro-batches of a "
+                               "global batch", f"use a divisor of {micro_batches}, or leave it out")  # fmt: skip
         needed = self.per_update or micro_batches
         if self.lease and needed % self.lease:
-            raise InvalidInput("lease", self.lease, f"the {needed} micro-batches of an update are not a multiple of it",
-                               "use a divisor, or leave it out")  # fmt: skip
+            raise InvalidInput("lease", self.lease, f"does not divide the {needed} micro-batches of an update",
+                               f"use a divisor of {needed}, or leave it out")  # fmt: skip
 
     def _config(
         self,
@@ -167,7 +170,7 @@ class ParameterServer:
         groups: Mapping[str, int],
         terms: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The config of the servers, as JSON values; see `server.actor`."""
+        """The config that every server gets, as JSON values; see `server.actor`."""
         compressors = list(dict.fromkeys(s.compress for s in slices))
         return {
             "servers": self.servers,

@@ -1,4 +1,4 @@
-"""One worker's estimate of another's weights: with a lossy compressor, only differences are sent.
+"""One worker's estimate of another worker's weights. With a lossy compressor, only differences are sent.
 
 Both ends of a directed edge have the same estimate x̂, which starts from weights that both know (Koloskova et al. 2019,
 "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication", CHOCO-SGD, algorithm 2)::
@@ -7,8 +7,8 @@ Both ends of a directed edge have the same estimate x̂, which starts from weigh
     receiver                                              x̂ = x̂ + scale * C(d)
 
 What a message leaves out is part of the next difference, so there is no residual. `scale` minimizes
-``|d - scale * C(d)|``, with which any compressor brings x̂ closer to x. The *fidelity* is the fraction of ``|d|^2`` that
-is received, ``<d, C(d)>^2 / (|d|^2 |C(d)|^2)``.
+``|d - scale * C(d)|``, so that any compressor brings x̂ closer to x. The *fidelity* is the fraction of ``|d|^2`` that
+the receiver gets, ``<d, C(d)>^2 / (|d|^2 |C(d)|^2)``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ALIGN = 16  # bytes: where a message of any dtype may begin
 
 
 class PeerEstimate:
-    """One end of a directed edge: a sender calls `send`, its receiver `receive`, in the same order.
+    """The estimate at one end of a directed edge: the sender calls `send`, the receiver `receive`, in the same order.
 
     Args:
-        start: weights that both ends know, one flat tensor per bucket.
+        start: the weights that both ends know at the beginning, one flat tensor per bucket.
 
     Attributes:
-        estimates: x̂ of each bucket after the last message; to be read only, and before `release`.
-        fidelity: of the last message, per bucket; 1 if it was lossless.
+        estimates: x̂ of each bucket after the last message; read-only, and valid until `release`.
+        fidelity: the fidelity of the last message for each bucket; 1 if the compressor is lossless.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], start: Sequence[Tensor]) -> None:
@@ -44,28 +44,36 @@ class PeerEstimate:
         return [bucket.estimate for bucket in self._buckets]
 
     def release(self) -> None:
-        """Free estimates that the next message does not need: those of lossless compressors."""
+        """Free the estimates that the next message does not need, which are those with lossless compressors."""
         for bucket in self._buckets:
             bucket.release()
 
     def send(self, xs: Sequence[Tensor], note: Sequence[float]) -> Tensor:
-        """The message for the weights `xs`, uint8, with `note`. Lossless estimates refer to `xs` until `release`."""
+        """Return the message, uint8, from which the receiver estimates the weights `xs`; it contains `note` too.
+
+        With a lossless compressor, the estimate here is `xs` itself until `release`.
+        """
         messages = [bucket.send(x) for bucket, x in zip(self._buckets, xs)]
         self.fidelity = [bucket.fidelity for bucket in self._buckets]
         numbers = [*(bucket.scale for bucket in self._buckets), *self.fidelity, *note]
         return torch.cat([_padded(part) for part in [messages[0].new_tensor(numbers, dtype=torch.float64), *messages]])
 
     def receive(self, message: Tensor) -> list[float]:
-        """Process a message, and return its note. Lossless estimates refer to `message` until `release`.
+        """Update the estimate by `message`, and return its note.
+
+        With a lossless compressor, the estimate is a view of `message` until `release`.
 
         Raises:
-            ValueError: a message that `send` cannot have made.
+            ValueError: `send` cannot have made `message`.
         """
         blanks = [_blank(bucket.plan) for bucket in self._buckets]
         lengths = [0, *(_aligned(blank.nbytes) for blank in blanks)]
         lengths[0] = message.numel() - sum(lengths)
         if message.dtype != torch.uint8 or lengths[0] < 16 * len(blanks):
-            raise ValueError(f"a message of {message.numel()} x {message.dtype} does not fit these weights")
+            raise ValueError(
+                f"a message of {message.numel()} x {message.dtype} does not fit these weights: at least "
+                f"{sum(lengths[1:]) + 16 * len(blanks)} x torch.uint8 are expected"
+            )
         first, *rest = message.split(lengths)
         numbers: list[float] = first.view(torch.float64).tolist()
         self.fidelity = numbers[len(blanks) : 2 * len(blanks)]
@@ -124,19 +132,20 @@ def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
 
 
 def gamma(fidelity: float, edges: int = 1) -> float:
-    """The factor of the mixing step with estimates; 1 if they are exact.
+    """The factor by which mixing with estimates is damped; 1 if the estimates are exact.
 
     Args:
         fidelity: f, the fraction that messages carry. A number is then updated in one of 1/f messages, and keeps its
             old estimate meanwhile. If updates are random, its squared distance changes in each step by the factor
-            ``1 - 2 r + 2 r^2``, with r = gamma * (an eigenvalue of 1 - W, at most 2) / f. So f / 2 never increases it.
-        edges: how many edges are used in cyclic order, each with an estimate that is that much older.
+            ``1 - 2 r + 2 r^2``, with r = gamma * (an eigenvalue of 1 - W, at most 2) / f. So gamma = f / 2 never
+            increases the distance.
+        edges: the number of edges that are used in cyclic order; so the estimate of an edge is that many steps old.
     """
     return fidelity / (fidelity + 2 * edges * (1 - fidelity)) if fidelity else 0.0
 
 
 def message_bytes(plans: Sequence[BucketPlan], note: int) -> int:
-    """The bytes of a message with a note of that many numbers; they do not depend on its content."""
+    """The size in bytes of a message whose note has `note` numbers. It does not depend on the content."""
     return _aligned(8 * (2 * len(plans) + note)) + sum(_aligned(_blank(plan).nbytes) for plan in plans)
 
 

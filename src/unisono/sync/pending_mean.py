@@ -10,7 +10,7 @@ from unisono.compress import Mean
 
 
 class PendingMean:
-    """A mean in flight: started at once, makes progress whenever it is polled."""
+    """A mean in flight. It is started at once, and makes progress whenever it is polled."""
 
     def __init__(self, steps: Mean) -> None:
         self._steps = steps
@@ -19,13 +19,13 @@ class PendingMean:
         self._advance(None, first=True)
 
     def poll(self) -> bool:
-        """Make progress without blocking; True when the mean is complete."""
+        """Make progress without blocking, and return whether the mean is complete."""
         while self._result is None and self._work.poll():
             self._advance(self._work.wait())
         return self._result is not None
 
     def wait(self) -> Tensor:
-        """The mean. Raises what the communicator raises."""
+        """Wait for the mean, and return it. Raises what the communicator raises."""
         while self._result is None:
             self._advance(self._work.wait())
         return self._result

@@ -1,11 +1,11 @@
-"""Periodic averaging: local steps, the mean of the local updates, an outer step of the anchor.
+"""Periodic averaging: replicas take local steps; then the mean of their updates moves the anchor by an outer step.
 
     every replica i:  theta_i <- inner optimizer(theta_i)                     each step
     all replicas:     g       <- sum over i of n_i / n (anchor - theta_i)     each `every` steps
                       anchor  <- outer optimizer(anchor, g)
                       theta_i <- anchor
 
-`LocalSGD`, `BlockMomentum` and `DiLoCo` are forms of it. The papers take the plain mean of replicas with equal shares
+`LocalSGD`, `BlockMomentum` and `DiLoCo` are its forms. The papers take the plain mean of replicas with equal shares
 of the data. Here replica i is weighted by its samples n_i, of n in all (McMahan et al. 2017, "Communication-Efficient
 Learning of Deep Networks from Decentralized Data", algorithm 1). So all samples have the same weight.
 
@@ -66,7 +66,7 @@ class BoundPeriodic(BoundSynchronizer):
     Its schedule depends only on the number of steps taken, so all replicas synchronize after the same step.
 
     Args:
-        synchronous_phase: takes the synchronous steps at the beginning; None: there are none.
+        synchronous_phase: the synchronizer of the synchronous steps at the beginning; None: there are none.
     """
 
     synchronous = False
@@ -94,8 +94,8 @@ class BoundPeriodic(BoundSynchronizer):
         self._gradients: BoundAllReduce | LocalGradients = synchronous_phase or LocalGradients(parameters)
         self._taken = 0
         self._anchor_state = AnchorState.ON_ANCHOR
-        self._weight = 0.0  # of the current step
-        self._diverged_weight = 0.0  # of the local steps since all replicas had the same parameters
+        self._weight = 0.0  # the weight of this replica's samples in the current step
+        self._diverged_weight = 0.0  # their weight in the local steps since all replicas had the same parameters
         self.local_weight: float = 0.0
 
     def begin(self) -> None:
@@ -115,9 +115,9 @@ class BoundPeriodic(BoundSynchronizer):
         return PeriodicStep(self, self._gradients.settle(), self._schedule.is_synchronous(self._taken))
 
     def after_step(self, control: list[float]) -> list[float] | None:
-        """Count one more step, send the fragment that is due, and receive the one that is due.
+        """Count one more step, send the fragment that is due to be sent, and receive the one that is due to arrive.
 
-        Returns the sum of all control words, of the step at which they were sent, if they were received.
+        Returns the sum of all control words if it arrived. It is of the step in which the words were sent.
         """
         schedule = self._schedule
         synchronous = schedule.is_synchronous(self._taken)
@@ -126,7 +126,7 @@ class BoundPeriodic(BoundSynchronizer):
             self._start_local_steps_if_due()
             return None
         self._count_local_step()
-        last = len(self._fragments) - 1  # which is sent with control words
+        last = len(self._fragments) - 1  # the control word is sent with the last fragment
         due_to_send, due_to_receive = schedule.due(self._taken), schedule.due(self._taken - schedule.delay)
         if due_to_send is not None:
             self._fragments[due_to_send].send(control if due_to_send == last else [])
@@ -138,9 +138,9 @@ class BoundPeriodic(BoundSynchronizer):
         return received if due_to_receive == last else None
 
     def synchronize(self) -> None:
-        """Receive fragments in flight, then replace the parameters by their uncompressed mean.
+        """Collective: receive fragments in flight, then replace the parameters by their uncompressed mean.
 
-        This changes neither the anchor nor the mean local update.
+        The replacement changes neither the anchor nor the mean local update.
         """
         for fragment in self._fragments:
             if fragment.sent:
@@ -156,10 +156,10 @@ class BoundPeriodic(BoundSynchronizer):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the parameters are the anchor, unless all replicas have the same parameters.
+        """A context in which the parameters are the anchor, unless all replicas have the same parameters anyway.
 
-        The papers evaluate the anchor. It needs no communication. In the streaming form, its fragments are of different
-        ages.
+        The papers evaluate the anchor too. It needs no communication. In the streaming form, its fragments are of
+        different ages.
         """
         if self._anchor_state is not AnchorState.DIVERGED:
             yield
@@ -172,7 +172,7 @@ class BoundPeriodic(BoundSynchronizer):
             self._write(own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The number of steps taken, the anchor if the parameters differ from it, and the outer optimizer's state."""
+        """The number of steps taken, the anchor unless the parameters equal it, and the outer optimizer's state."""
         anchors = {} if self._anchor_state is AnchorState.ON_ANCHOR else self._anchors()
         state = {f"anchor/{name}": tensor for name, tensor in anchors.items()}
         state |= {f"velocity/{name}": tensor for part in self._fragments for name, tensor in part.velocity.items()}

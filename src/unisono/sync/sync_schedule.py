@@ -20,7 +20,7 @@ from unisono.sync.outer_optimizer import Average, Outer
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """The parameters of the periodic algorithm, in which its forms differ.
+    """The parameters in which the forms of the periodic algorithm differ.
 
     Args:
         every: steps between two exchanges of the same fragment, from 1.
@@ -28,11 +28,11 @@ class SyncSchedule:
         fragments: into how many parts the parameters are divided, each synchronized every `every` steps; at most
             `every`.
         delay: steps between sending a local update and applying the mean update, below `every`.
-        mix: the fraction of a replica's weights that stays when the anchor is applied, from 0 to below 1.
+        mix: the fraction of a replica's weights that stays when the anchor is mixed in, from 0 to below 1.
         outer: how the mean update changes the anchor.
 
     Raises:
-        ValueError: a number out of its bounds.
+        ValueError: a number is out of its bounds.
     """
 
     every: int
@@ -55,17 +55,17 @@ class SyncSchedule:
 
     @property
     def whole(self) -> bool:
-        """Whether all replicas are equal after an exchange."""
+        """Whether an exchange makes all replicas equal."""
         return self.fragments == 1 and not self.delay and not self.mix
 
     def is_synchronous(self, taken: int) -> bool:
-        """Whether the step after `taken` ones is synchronous."""
+        """Whether the step that follows `taken` steps is synchronous."""
         return taken < self.start
 
     def due(self, taken: int) -> int | None:
         """The fragment, if any, that is sent after step number `taken` (from 1).
 
-        The last fragment is sent at the end of each period, the others evenly before it.
+        The last fragment is sent at the end of each period, the others at even distances before it.
         """
         local = taken - self.start
         offsets = [(f + 1) * self.every // self.fragments % self.every for f in range(self.fragments)]
@@ -82,11 +82,14 @@ def divide(parameters: Mapping[str, P], fragments: int) -> list[dict[str, P]]:
     fragments differ by at most the largest tensor.
 
     Raises:
-        InvalidInput: more fragments than tensors.
+        InvalidInput: there are more fragments than parameters.
     """
     if fragments > len(parameters):
         raise InvalidInput(
-            "fragments", fragments, f"the model has only {len(parameters)} trainable tensors", "use fewer"
+            "fragments",
+            fragments,
+            f"the model has only {len(parameters)} trainable tensors",
+            f"use at most {len(parameters)}",
         )
     divided: list[dict[str, P]] = [{} for _ in range(fragments)]
     sizes = [(0, 0)] * fragments  # bytes, then tensors, so that no fragment stays empty

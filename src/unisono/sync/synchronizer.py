@@ -1,10 +1,11 @@
-"""How replicas agree: the contract.
+"""The contract of synchronizers, the algorithms by which replicas agree.
 
 What a user writes is a frozen value; `bind` gives it a replica's parameters, a communicator and a compressor. A
 synchronizer sees plain local tensors under global names, and knows of no layout, loop or dataset.
 
-Under a synchronous one, every step is one of all replicas, which are equal after it. Under others, replicas take local
-steps and synchronize from time to time. Asynchronous ones also lease work items to workers, as these ask for them.
+Under a synchronous synchronizer, all replicas take every step together and are equal after it. Under others, each
+replica takes local steps, and the replicas synchronize from time to time. Asynchronous synchronizers also lease work
+items to workers, which request them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 
 WorkItem = tuple[int, range]
-"""A work item: a step, and those of its micro-batches that one worker computes between two calls of `settle`."""
+"""A work item: the number of a step, and the range of its micro-batches that one worker computes before `settle`."""
 
 
 class PendingUpdate(Protocol):
@@ -30,16 +31,20 @@ class PendingUpdate(Protocol):
 
     @property
     def control(self) -> list[float]:
-        """The sum of all workers' control words, element by element, if `agreed`; else this worker's own."""
+        """The sum of all workers' control words, element by element, if `agreed`; else this worker's control word."""
 
     @property
     def agreed(self) -> bool:
-        """Whether all workers have the same `control`. At the end of a round of local steps, `apply` makes it true."""
+        """Whether all workers have the same `control`.
+
+        With local steps, `apply` makes it true in the steps in which the sum of the control words arrives.
+        """
 
     def norm(self, without: Collection[str] = ()) -> float:
         """The 2-norm of the mean gradient over all parameters but `without`.
 
-        Under a synchronous algorithm it has the same bits on every worker; else it is that of this worker's own mean.
+        Under a synchronous algorithm, the norm has the same bits on every worker. Under others, it is the norm of this
+        worker's own mean gradient.
         """
 
     def write(self, scale: float = 1.0) -> None:
@@ -58,21 +63,24 @@ class PendingUpdate(Protocol):
 
 
 class BoundSynchronizer(ABC):
-    """A synchronizer with a replica's parameters and a communicator.
+    """A synchronizer that is bound to a replica's parameters and a communicator.
 
-    One step is `begin`, then for each micro-batch `offer` for each gradient and `fold`, then `settle`, then
-    ``update.apply``. The defaults are those of a synchronous algorithm without state of its own.
+    A step calls `begin`; for each micro-batch `offer` with each gradient, then `fold`; then `settle`; and `apply` of
+    the update that `settle` returned. `close` comes before the last micro-batch. The defaults are those of a
+    synchronous algorithm without state of its own.
 
     Attributes:
-        synchronous: replicas are equal after every `apply`, and every `PendingUpdate` is agreed from the start.
-        local_gradients: the mean gradient is this worker's own. It may then stay where autograd adds it up: a caller
-            that weights the losses need not `offer`.
-        gradients_only: nothing is exchanged but gradients, so that a step without an optimizer's step, or with several,
-            needs no further call. Under others, every `PendingUpdate` is applied, on all workers alike.
-        optimizer_on_server: the optimizer's state is elsewhere, and `synchronize` fetches it.
-        lazy_parameters: weights may still be in flight after `apply`; call `wait_parameters` before they are read.
-        local_weight: the weight of this replica where replicas average what is local to each (optimizer state,
-            buffers): that of its local steps since the last `synchronize`. None: all replicas weigh the same.
+        synchronous: whether replicas are equal after every `apply`, and every `PendingUpdate` is agreed from the start.
+        local_gradients: whether `settle` takes the mean of this worker's gradients only. They may then stay where
+            autograd accumulates them: a caller that weights the losses need not call `offer`.
+        gradients_only: whether nothing is exchanged but gradients. A step without an optimizer's step, or with several,
+            then needs no further call. Under others, all workers apply every `PendingUpdate`.
+        optimizer_on_server: whether servers have the optimizer's state; `synchronize` then fetches it.
+        lazy_parameters: whether weights may still be in flight after `apply`. Call `wait_parameters` before reading
+            them.
+        local_weight: the weight of this replica in the mean of the replicas' optimizer states and buffers, where these
+            are local. It is the sum of the weights of its local steps since the last `synchronize`. None: all replicas
+            have equal weights.
     """
 
     synchronous: bool = True
@@ -91,75 +99,78 @@ class BoundSynchronizer(ABC):
         """Announce that the gradients offered next are those of this worker's last micro-batch of the step.
 
         Args:
-            control: the control word, which is sent with the next exchange. Its length is `Loop.control` on every
-                worker; the words of all workers are summed. A number is exact if all other workers send 0.
-            weight: the sum over all micro-batches of this worker, on the scale of `Loop.reference`.
+            control: this worker's control word, of length `Loop.control`. It is sent with the next exchange, in which
+                the words of all workers are summed. An element of the sum is exact if at most one worker's is not 0.
+            weight: the sum of the weights of this worker's micro-batches in the step, on the scale of `Loop.reference`.
         """
 
     @abstractmethod
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        """Add ``weight * gradient`` of parameter `name` to the mean, and start the exchanges that became complete.
+        """Add ``weight * gradient`` of parameter `name` to the mean, and start the exchanges that are now complete.
 
         Returns at once. `gradient` may be dense or sparse; the caller may overwrite it afterwards.
         """
 
     @abstractmethod
     def settle(self) -> PendingUpdate:
-        """Wait for the mean gradient. Raises `PeerLost`, `MessageMismatch`."""
+        """Wait for the mean gradient, and return the update by it. Raises `PeerLost`, `MessageMismatch`."""
 
     def fold(self) -> None:  # noqa: B027
-        """Fold the gradients of a micro-batch, which have all been offered.
+        """Add the gradients that `offer` has buffered to the totals; called when a micro-batch has offered all of them.
 
         Raises:
-            ValueError: a gradient cannot be represented; names the parameter. `offer` may raise it too.
+            ValueError: the compressor cannot represent a gradient; the message names its parameter. `offer` may raise
+                it too.
         """
 
     def wait_parameters(self, names: Collection[str] | None = None) -> None:  # noqa: B027
-        """Wait until the weights of the parameters `names` have arrived (None: of all).
+        """Wait until the weights of the parameters `names` have arrived (None: of all parameters).
 
-        After `apply` they may be in flight; after `synchronize`, `settle` and inside `averaged_weights` none is.
+        Weights may be in flight after `apply`, but not after `synchronize` or `settle`, nor inside `averaged_weights`.
         Raises `PeerLost`.
         """
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem] | None:
-        """The work items of steps ``first .. until - 1`` that are leased to this worker, each to one worker.
+        """The work items of steps ``first .. until - 1`` that are leased to this worker; each is leased only once.
 
-        None: every worker computes the same part of every step. Items may be requested ahead of computing. The
-        iterator ends when all are leased, or with the step in which one worker's `stop` became true.
+        The iterator may request an item before the previous one is computed. It ends when all items are leased, or
+        with the step in which one worker's `stop` returned true. None: nothing is leased, and every worker computes
+        its own part of every step.
         """
         return None
 
     @property
     def leased_until(self) -> int:
-        """After `work_items` has ended: the step before which all work is leased, the same on all workers."""
+        """The first step of which no work is leased, after `work_items` has ended; the same on all workers."""
         return 0
 
     def synchronize(self) -> None:  # noqa: B027
-        """Collective, between two steps. Makes parameters equal on all workers, and with `optimizer_on_server` the
-        optimizer's state. Does nothing under a synchronous algorithm."""
+        """Collective, between two steps: make the parameters equal on all workers, and with `optimizer_on_server` the
+        optimizer's state. This default, for synchronous algorithms, does nothing."""
 
     def quiesce(self) -> None:  # noqa: B027
-        """Collective, between two steps. Waits until no message is in flight and every received update is applied.
-        Does nothing under a synchronous algorithm."""
+        """Collective, between two steps: wait until no message is in flight and every received update is applied.
+        This default, for synchronous algorithms, does nothing."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Collective, between two steps. Inside, the parameters are what the replicas agree on, for evaluation; after
-        it they are as before."""
+        """Collective, between two steps: a context in which the parameters are the weights on which all replicas
+        agree, for evaluation. After it, the parameters are as before."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The replicated state besides parameters and optimizer, after `synchronize`: the same on all workers."""
+        """The state besides parameters and optimizer; after `synchronize` it is the same on all workers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Load the `state_dict` of an earlier attempt with an equal synchronizer. Parameters are loaded already."""
+        """Load the `state_dict` of an earlier attempt with an equal synchronizer, after parameters are loaded."""
 
     def residual_state(self) -> dict[str, Tensor]:
         """This worker's error-feedback residuals, after `synchronize`."""
         return {}
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """After `load_state_dict`, load this worker's residuals of an earlier attempt with as many workers."""
+        """Load this worker's residuals from an earlier attempt with the same number of workers; called after
+        `load_state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -167,14 +178,15 @@ class Loop:
     """The training loop, as far as a synchronizer needs to know it.
 
     Args:
-        optimizer: of the parameters; its hyperparameters, such as the learning rate, may change before every step.
-        micro_batches: of one step, over all workers.
-        control: length of the control word in numbers.
-        reference: the usual sum of a step's weights over all workers; None: the number of micro-batches.
+        optimizer: the optimizer of the parameters; its hyperparameters, such as the learning rate, may change before
+            every step.
+        micro_batches: the number of micro-batches of one step, over all workers.
+        control: the length of the control word, in numbers.
+        reference: the usual sum of a step's weights over all workers; None: the number of workers.
         overlap: whether to exchange while backward runs, and with lazy parameters while forward runs.
-        sparse: names of parameters whose optimizer needs sparse gradients.
-        elastic: whether workers may join and leave during the run. Then all of them synchronize from time to time, also
-            if work is leased.
+        sparse: the names of the parameters whose optimizer needs sparse gradients.
+        elastic: whether workers may join and leave during the run. If so, all workers synchronize from time to time,
+            even if work is leased.
     """
 
     optimizer: Optimizer
@@ -187,7 +199,7 @@ class Loop:
 
 
 class Synchronizer(Protocol):
-    """How replicas agree, as a frozen value."""
+    """An algorithm by which replicas agree, as a frozen value."""
 
     def bind(
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
@@ -195,5 +207,5 @@ class Synchronizer(Protocol):
         """Bind the value to a replica. All workers have the same weights and optimizer state at this time.
 
         Args:
-            parameters: global name to trainable parameter, each tensor once, in the same order on all workers.
+            parameters: the trainable parameters by global name, each tensor once, in the same order on all workers.
         """

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Parts = dict[int, float]
-"""Neighbour's rank to part, above 0; the parts of one worker add up to less than 1."""
+"""The part of each neighbour, by its rank. Parts are above 0; those of one worker add up to less than 1."""
 
 
 class Topology(Protocol):
     """Which worker sends to which, as a frozen value.
 
     Attributes:
-        directed: whether a worker may receive from other workers than it sends to, or other parts.
+        directed: whether a worker may receive from other workers than it sends to, or other parts than it sends.
     """
 
     @property
@@ -30,7 +30,7 @@ class Topology(Protocol):
         """The neighbours to which worker `rank` of `size` sends in `step`, and the part that each receives."""
 
     def receives(self, rank: int, size: int, step: int) -> Parts:
-        """The neighbours from which worker `rank` receives in `step`, and the parts; the transpose of `sends`."""
+        """The neighbours from which worker `rank` receives in `step`, and the part from each: `sends` transposed."""
 
     def period(self, size: int) -> int:
         """The mean number of steps after which a worker sends to the same neighbour again."""
@@ -86,7 +86,7 @@ class Complete(Undirected):
 class RandomPairs(Undirected):
     """Workers mix in random pairs, drawn in each step, the same on all workers (Boyd et al. 2006).
 
-    With an odd number, one worker has no partner.
+    With an odd number of workers, one worker has no partner.
     """
 
     seed: int = 0
@@ -103,10 +103,10 @@ class RandomPairs(Undirected):
 
 @dataclass(frozen=True)
 class OnePeerExponential:
-    """In step *k* each worker sends half to the rank 2^(k mod log2 n) further (Assran et al. 2019, appendix A).
+    """In step *k* worker *j* sends half of its weights to *j* + 2^(k mod log2 n) (Assran et al. 2019, appendix A).
 
-    One message per step. After log2 n steps all weights are mixed; if n is a power of 2, to their exact mean (Ying et
-    al. 2021).
+    Each worker sends one message per step. After log2 n steps all weights are mixed; if n is a power of 2, to their
+    exact mean (Ying et al. 2021).
     """
 
     directed = True

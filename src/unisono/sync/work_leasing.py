@@ -16,9 +16,9 @@ from unisono.sync.synchronizer import WorkItem
 
 
 def lease(micro_batches: int, workers: int) -> int:
-    """The micro-batches of one lease: the largest divisor of `micro_batches` that is at most one worker's part.
+    """The number of micro-batches of one lease: the largest divisor of `micro_batches` up to a worker's equal share.
 
-    A divisor, so that whole leases add up to `micro_batches` in any order.
+    It is a divisor so that whole leases add up to `micro_batches` in any order.
     """
     return max(size for size in range(1, max(1, micro_batches // workers) + 1) if micro_batches % size == 0)
 
@@ -26,14 +26,15 @@ def lease(micro_batches: int, workers: int) -> int:
 class StepRange:
     """The steps ``first .. until - 1`` of one call of `LeaseClient.work_items`, the same for all workers.
 
-    The range ends earlier if a worker requests to stop. Workers number their calls; requests carry the number.
+    The range ends earlier if a worker requests to stop. Workers number their calls of `work_items`, and send the number
+    with each request.
     """
 
     def __init__(self) -> None:
         self.number = self.first = self.until = 0
 
     def opens(self, request: Mapping[str, Any]) -> bool:
-        """Whether `request` is the first one of a new range, which then replaces the previous, fully leased one."""
+        """Whether `request` is the first of a new range, which then replaces the previous, fully leased range."""
         if request["stretch"] <= self.number:
             return False
         self.number, self.first, self.until = request["stretch"], request["first"], request["until"]
@@ -48,8 +49,8 @@ class LeaseServer:
     """The actor that leases micro-batches, counted from the start of the run.
 
     Args:
-        micro_batches: of one step.
-        lease: micro-batches of one lease; divides `micro_batches`.
+        micro_batches: the number of micro-batches of one step.
+        lease: the number of micro-batches of one lease, a divisor of `micro_batches`.
     """
 
     largest_bytes = 1 << 12
@@ -59,7 +60,7 @@ class LeaseServer:
         self._range, self._next = StepRange(), 0
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Answer ``take``: the next work item of range number `stretch`, the steps `first` to before `until`."""
+        """Answer ``take`` with the next work item of range number `stretch`, the steps ``first .. until - 1``."""
         steps = self._range
         if steps.opens(message.fields):
             self._next = steps.first * self._step
@@ -91,7 +92,7 @@ class StepGate:
         self._range, self._begun = StepRange(), 0
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Answer ``take``: the sender's next step, at least `next` and at least the first one of the range."""
+        """Answer ``take`` with the sender's next step: `next`, or the first step of the range if that is later."""
         steps = self._range
         if steps.opens(message.fields):
             self._begun = steps.first
@@ -118,11 +119,12 @@ class LeaseClient:
     """One worker's client of a lease server. Collective: all workers create it.
 
     Args:
-        micro_batches: of one step.
-        size: micro-batches of a lease; a divisor of `micro_batches`. None: about a worker's part of a step.
+        micro_batches: the number of micro-batches of one step.
+        size: the number of micro-batches of a lease, which divides `micro_batches`; None: about a worker's equal share
+            of a step.
 
     Attributes:
-        leased_until: after `work_items` has ended: the step before which all work is leased, the same on all workers.
+        leased_until: see `BoundSynchronizer.leased_until`.
     """
 
     def __init__(self, comm: Communicator, micro_batches: int, size: int | None = None) -> None:
@@ -146,13 +148,12 @@ class LeaseClient:
             yield item
 
     def prepare(self) -> None:
-        """Request the next item, so that it is here in time. An item that is requested early is not available to
-        other workers."""
+        """Request the next item ahead of its use. An item that is requested early is not available to other workers."""
         if self._request is not None and self._answer is None and not self._ahead:
             self._answer = self._connection.call(ActorMessage("take", self._request()))
 
     def upcoming(self) -> WorkItem | None:
-        """The item that is computed next; None: all work is leased."""
+        """The item that this worker computes next, requested now if need be; None: all work is leased."""
         if self._open:
             return self._open[0]
         return self._ahead[0] if self._received() else None
@@ -162,7 +163,7 @@ class LeaseClient:
         return self._open.popleft()
 
     def _received(self) -> bool:
-        """Whether there is an item that was not yielded yet; waits for the server's answer."""
+        """Wait for the server's answer, and return whether there is an item that was not yielded yet."""
         if not self._ahead and self._request is not None:
             self.prepare()
             assert self._answer is not None
@@ -178,11 +179,11 @@ class LeaseClient:
 
 
 class StepGateClient(LeaseClient):
-    """One worker's client of a step gate: a fixed part of each step, without the steps for which it is late.
+    """One worker's client of a step gate. It computes a fixed part of each step, and skips steps for which it is late.
 
     Args:
-        own: its micro-batches of every step.
-        earliest: returns the first step for which it can still be in time.
+        own: this worker's micro-batches of every step.
+        earliest: returns the first step for which this worker can still be in time.
     """
 
     def __init__(self, comm: Communicator, own: range, earliest: Callable[[], int]) -> None:
@@ -191,7 +192,7 @@ class StepGateClient(LeaseClient):
         self._host(comm, StepGate())
 
     def prepare(self) -> None:
-        """Request the next step once the previous one is finished: only then are the weights for it known."""
+        """Request the next step once the previous one is finished, because only then its weights are known."""
         if self._answer is None and self._request is not None and not self._open:
             request = self._request() | {"next": max(self._next, self._earliest())}
             self._answer = self._connection.call(ActorMessage("take", request))

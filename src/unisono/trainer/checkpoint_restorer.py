@@ -1,4 +1,4 @@
-"""Loads the state of a checkpoint on all workers, after it was compared with what they have built."""
+"""Loads the state of a checkpoint on all workers, after comparing it with the model that they have built."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from unisono.tensors.box import Box
 
 LOG = logging.getLogger("unisono")
 RESIDUAL = "owed/"
-"""Before the names of a worker's error-feedback residuals in a checkpoint, and its rank."""
+"""The prefix of the names of error-feedback residuals in a checkpoint; the worker's rank follows it."""
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class CheckpointScope:
-    """What the checkpoints of a run contain, as one worker has it.
+    """What one worker contributes to the checkpoints of a run, and loads from them.
 
     Args:
-        comm: a channel of its own, of all workers.
-        meta: JSON that goes into every manifest; its ``config`` says which state belongs to this run.
-        detector: its history of bad steps goes into checkpoints.
-        parts: where replicas are sharded, the boxes of the whole tensors that this worker has.
+        comm: a channel of all workers that nothing else uses.
+        meta: JSON values that go into every manifest; ``config`` among them says which state belongs to this run.
+        detector: the detector of bad steps, whose history goes into checkpoints.
+        parts: the boxes of the whole tensors that this worker has; None: replicas are not sharded.
     """
 
     model: nn.Module
@@ -48,16 +48,19 @@ class CheckpointScope:
     parts: Parts | None = None
 
     def box(self, name: str) -> Box | None:
-        """The box of a checkpoint's tensor `name` that this worker has: that of its parameter; None: all of it."""
+        """The box that this worker has of a checkpoint's tensor `name`, which is the box of its parameter.
+
+        None: the worker has the whole tensor, or none of it.
+        """
         return self.parts.of(name) if self.parts else None
 
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What a checkpoint holds besides model and optimizer.
+    """The state in a checkpoint besides model and optimizer.
 
     Args:
-        step: the steps that are in the state.
+        step: the number of steps that are in the state.
         shared: the synchronizer's state.
         residuals: this worker's error-feedback residuals; empty if other workers wrote the checkpoint.
     """
@@ -68,20 +71,20 @@ class RestoredState:
 
 
 class CheckpointRestorer:
-    """One worker's part in loading a checkpoint."""
+    """Loads a checkpoint, as far as one worker takes part in that."""
 
     def __init__(self, scope: CheckpointScope) -> None:
         self._scope, self._comm = scope, scope.comm
 
     def restore(self, found: OpenedCheckpoint | None) -> RestoredState | None:
-        """Collective: load the checkpoint that worker 0 has `found`. None, and nothing has changed, without one.
+        """Collective: load the checkpoint that worker 0 has `found`. Returns None, and changes nothing, if it has none.
 
-        No memory is allocated before the tensors of the checkpoint were compared with those of the model. Where
-        replicas are sharded, each worker reads its own boxes; else worker 0 broadcasts what it reads.
+        No memory is allocated before the tensors of the checkpoint are compared with those of the model. If replicas
+        are sharded, each worker reads its own boxes; otherwise worker 0 broadcasts what it reads.
 
         Raises:
-            CheckpointMismatch: on worker 0, the checkpoint is that of another model, or has far more state than
-                belongs to such a model; names the first tensor that differs.
+            CheckpointMismatch: on worker 0, the checkpoint is that of another model, or has far more state than belongs
+                to such a model. The message names the first tensor that differs.
             PeerLost: a worker was lost meanwhile; the state is as before.
         """
         scope, model = self._scope, self._scope.model
@@ -97,7 +100,7 @@ class CheckpointRestorer:
         numbers = {name: n for name, n in inventory["numbers"].items() if self._has(f"optimizer/{name}")}
         shared = self._received(receive, "sync/", inventory["shared"])
         residuals = self._residuals(receive, inventory["residuals"])
-        with torch.no_grad():  # only now: a worker that is lost before this changes no state
+        with torch.no_grad():  # only now, so that the loss of a worker during the transfer changes no state
             for name, tensor in received.items():
                 weights[name].copy_(tensor)
         load_state(scope.optimizer, model, optimizer, numbers)
@@ -105,7 +108,10 @@ class CheckpointRestorer:
         return RestoredState(int(inventory["step"]), shared, residuals)
 
     def _receiver(self, found: OpenedCheckpoint | None, path: str) -> Callable[[str, Tensor], Tensor]:
-        """``receive(name, like)``: a tensor of the checkpoint, or this worker's box of it. Collective if unsharded."""
+        """A function ``receive(name, like)``, which returns a tensor of the checkpoint, or this worker's box of it.
+
+        The function is collective if replicas are not sharded.
+        """
         if self._scope.parts is None:
             return lambda name, like: self._broadcast(found, name, like)
         opened = found or open_checkpoint(path)
@@ -138,8 +144,8 @@ class CheckpointRestorer:
         return residuals
 
     def _built(self) -> tuple[dict[str, TensorKind], set[str]]:
-        """Collective in a sharded replica: dtype and shape of all of the model's tensors by a checkpoint's names, and
-        which of them are buffers."""
+        """Collective in a sharded replica: dtype and shape of all tensors of the model by their names in a checkpoint,
+        and the names of its buffers."""
         model = self._scope.model
         mine = {f"model/{name}": (t.dtype, self._whole_shape(name, t)) for name, t in weights_of(model).items()}
         buffers = {f"model/{name}" for name, _ in model.named_buffers()}
@@ -163,7 +169,7 @@ class CheckpointRestorer:
     def _inventory(
         self, found: OpenedCheckpoint | None, built: Mapping[str, TensorKind], buffers: Collection[str]
     ) -> dict[str, Any]:
-        """What of the checkpoint is to be loaded, of JSON's kinds; empty without one."""
+        """What is to be loaded from the checkpoint, as JSON values; empty if there is no checkpoint."""
         if found is None:
             return {}
         specs, before = found.specs, history(found)
@@ -176,7 +182,7 @@ class CheckpointRestorer:
         _check_size(specs)
         same_workers, residuals = self._same(before, "sync", "layout", "workers"), _kinds(specs, RESIDUAL)
         if residuals and not same_workers:
-            LOG.info("the residuals of compressed messages are dropped: workers, sync or layout have changed")
+            LOG.info("the compressors' residuals are dropped: the number of workers, sync or layout has changed")
         return {
             "step": found.step,
             "path": str(found.path),
@@ -184,7 +190,7 @@ class CheckpointRestorer:
             "numbers": before.get("numbers", {}),
             "history": before.get("judged", {}),
             "optimizer": _kinds(specs, "optimizer/") if before else {},
-            "shared": _kinds(specs, "sync/") if self._same(before, "sync") else {},  # another one could not load it
+            "shared": _kinds(specs, "sync/") if self._same(before, "sync") else {},  # another sync could not load it
             "residuals": residuals if same_workers else {},
         }
 
@@ -194,7 +200,7 @@ class CheckpointRestorer:
 
 
 def history(found: OpenedCheckpoint) -> Mapping[str, Any]:
-    """What the run that wrote a checkpoint says of itself in the manifest; empty where weights were converted."""
+    """What the run that wrote a checkpoint says of itself in the manifest; empty if weights were converted."""
     meta = found.meta
     return {**meta, "config": current(meta["config"])} if isinstance(meta, Mapping) and "config" in meta else {}
 
@@ -205,8 +211,8 @@ def _check_size(specs: Mapping[str, Spec]) -> None:
     state = sum(spec.nbytes for spec in specs.values()) - weights
     if state > _MOST_STATE * weights + _FREE_BYTES:
         raise CheckpointMismatch(
-            f"the checkpoint has {state:,} bytes beside weights of {weights:,}: more than {_MOST_STATE} times as "
-            "much is not taken for the state of an optimizer or synchronizer"
+            f"the checkpoint has {state:,} bytes of optimizer and synchronizer state for {weights:,} bytes of weights; "
+            f"more than {_MOST_STATE} times as much is refused"
         )
 
 
@@ -215,6 +221,6 @@ _FREE_BYTES = 64 << 20
 
 
 def _kinds(specs: Mapping[str, Spec], prefix: str) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of the tensors under `prefix`."""
+    """The dtype and shape of each tensor whose name begins with `prefix`, by the rest of the name."""
     found = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
     return {name: (str(spec.dtype).removeprefix("torch."), list(spec.shape)) for name, spec in found.items()}

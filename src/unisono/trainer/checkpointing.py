@@ -1,8 +1,8 @@
-"""When checkpoints are taken, and how the workers agree that one is complete.
+"""Decides when checkpoints are taken, and lets the workers agree that a checkpoint is complete.
 
-Every worker writes its share in the background. The status of each share travels in the control word of later steps.
-When all shares are on disk, worker 0 commits the checkpoint; when one has failed, it is abandoned. Training continues
-either way.
+Every worker writes its part in the background. The status of each part travels in the control word of later steps. When
+all parts are on disk, worker 0 commits the checkpoint; when a part has failed, the checkpoint is abandoned. Training
+continues either way.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from unisono.trainer.loop_models import LoopModels
 from unisono.trainer.replica import Replica
 
 EXTRA = "kept/"
-"""Before the names of a custom loop's registered state in a checkpoint."""
+"""The prefix of the names of a custom loop's registered state in a checkpoint."""
 
 
 class Checkpointer:
-    """One worker's part in the run's checkpoints.
+    """Takes and loads the run's checkpoints, as far as one worker takes part in them.
 
     Args:
-        writer: writes this worker's share; None on a host that does not see the run's directory.
-        every: steps between checkpoints; 0 writes one at the end only.
-        dp_replicate: the workers that have the same shard of all replicas; None: all workers.
+        writer: writes this worker's part; None on a host that does not see the run's directory.
+        every: the number of steps between two checkpoints; 0: one checkpoint, at the end.
+        dp_replicate: the communicator of the workers that have the same shard in all replicas; None: of all workers.
         extra: further tensors of checkpoints, the same on all workers.
-        newest: on worker 0, the checkpoint that `roll_back` restores.
+        newest: on worker 0, returns the checkpoint that `roll_back` restores.
 
     Attributes:
-        committed: the step of the newest complete checkpoint; 0: none.
-        last: the step of the checkpoint that was taken last.
-        restored: what was loaded besides model and optimizer.
+        committed: the step of the newest complete checkpoint; 0: there is none.
+        last: the step of the checkpoint that was taken last; 0: none was taken.
+        restored: the state that was loaded besides model and optimizer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpointer:
         self._extra, self._newest = extra or {}, newest
         self._restorer = CheckpointRestorer(scope)
         self.restored = RestoredState(0, {}, {})
-        self._holders: list[dict[str, TensorShard]] | None = None  # the shards that each worker has
+        self._holders: list[dict[str, TensorShard]] | None = None  # the shards of each worker
         self._writes_residuals = False
         self._replica: Replica | LoopModels | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
@@ -74,7 +74,7 @@ class Checkpointer:
     # ---- restore ----
 
     def broadcast_initial_weights(self) -> None:
-        """Collective: all replicas start from the weights and the optimizer state of the first.
+        """Collective: give all replicas the weights and the optimizer state of the first replica.
 
         Raises:
             InvalidInput: workers have built different models or optimizers.
@@ -82,7 +82,7 @@ class Checkpointer:
         start_alike(self._dp_replicate, self.scope.model, self.scope.optimizer)
 
     def resume(self, found: OpenedCheckpoint | None) -> int:
-        """Collective: load the checkpoint that worker 0 has `found`; returns its steps, 0 without one.
+        """Collective: load the checkpoint that worker 0 has `found`. Returns its steps, or 0 if there is none.
 
         Raises:
             CheckpointMismatch: see `CheckpointRestorer.restore`.
@@ -90,13 +90,15 @@ class Checkpointer:
         return self._restore(found) or 0
 
     def set_progress(self, progress: Progress) -> None:
-        """All workers have the state of `progress`, from another view of the same run."""
+        """Continue from the state of `progress`, which all workers have from an earlier view of the run."""
         self.restored = RestoredState(progress.steps, dict(progress.shared), {})
         self.last = self.committed = progress.committed
 
     def roll_back(self) -> int | None:
-        """Collective, when a step was dropped: load the newest checkpoint. Returns its steps; None, and nothing has
-        changed, if there is none."""
+        """Collective, when a step was dropped: load the newest checkpoint, and return its steps.
+
+        Returns None, and changes nothing, if there is no checkpoint.
+        """
         assert self._replica is not None
         self._conclude()
         if self._writer:
@@ -135,7 +137,11 @@ class Checkpointer:
 
     @property
     def share_status(self) -> float:
-        """Of this worker's share. 0: in flight, or none; the step: it is on disk; minus the step: it has failed."""
+        """The status of this worker's part of the pending checkpoint, which was taken after step s.
+
+        s: the part is on disk, or there is none to write; -s: it has failed; 0: it is being written, or no checkpoint
+        is pending.
+        """
         if self._writer is None or not self._pending:
             return float(self._pending)
         status = self._writer.state
@@ -146,12 +152,12 @@ class Checkpointer:
         return bool(self.every) and done // self.every > self.last // self.every
 
     def wait_staged(self) -> None:
-        """Right before weights change: wait until the pending checkpoint has its copy of them."""
+        """Wait until the pending checkpoint has its copy of the weights; called right before these change."""
         if self._writer and self._pending:
             self._writer.staged()
 
     def after_step(self, done: int, statuses: Sequence[float], take: bool = True) -> None:
-        """Collective, after `done` steps in all.
+        """Collective, after `done` steps in all: commit or abandon the pending checkpoint, and take the next one.
 
         Args:
             statuses: the `share_status` of all workers.
@@ -166,7 +172,7 @@ class Checkpointer:
             self._take(done)
 
     def abandon(self, done: int) -> None:
-        """Collective: a checkpoint that was taken after `done` steps is not to be committed."""
+        """Collective: abandon the pending checkpoint if it was taken after `done` steps."""
         if self._pending != done:
             return
         if self._writer:
@@ -175,7 +181,7 @@ class Checkpointer:
         if self._writer:
             self._writer.abandon(done)
             self._writer.finish()
-        self._comm.gather(torch.zeros(1)).wait()  # no worker writes it again before it is removed
+        self._comm.gather(torch.zeros(1)).wait()  # no worker writes this step's checkpoint again before it is removed
         self._pending, self.last = 0, done - 1
 
     def finish(self, done: int) -> None:
@@ -185,7 +191,7 @@ class Checkpointer:
         self._conclude()
 
     def _take(self, done: int, unchanging: bool = False) -> None:
-        """Collective. `unchanging`: no tensor changes before `_conclude`."""
+        """Collective: take a checkpoint. `unchanging`: whether no tensor changes before `_conclude`."""
         self._conclude()
         if self._writer:
             _, numbers = state_of(self.scope.optimizer, self.scope.model)
@@ -209,7 +215,7 @@ class Checkpointer:
         self._comm.gather(status).wait()  # no worker continues before worker 0 has committed
 
     def _act_on(self, statuses: Sequence[float]) -> None:
-        """Commit or abandon the pending checkpoint, once all shares are written or have failed."""
+        """Commit or abandon the pending checkpoint, once all parts are written or have failed."""
         if not self._pending or not all(abs(status) == self._pending for status in statuses):
             return
         failed = [rank for rank, status in enumerate(statuses) if status < 0]
@@ -238,7 +244,7 @@ class Checkpointer:
         return tensors | {f"sync/{name}": t for name, t in shared.items()}
 
     def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, TensorShard]] | None:
-        """Collective: the shards that each worker has; None where all workers have all tensors."""
+        """Collective: the shards that each worker has; None if all workers have all tensors."""
         if self.scope.parts is None and not self._writes_residuals:
             return None
         boxes = {}
@@ -253,7 +259,7 @@ class Checkpointer:
         return self._holders
 
     def _all_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Collective in a sharded replica: the optimizer's plain numbers of all its workers."""
+        """Collective in a sharded replica: the plain numbers in the optimizer states of all its workers."""
         if self.scope.parts is None:
             return dict(numbers)
         reports = gather_text(self._comm, json.dumps(numbers))

@@ -30,11 +30,11 @@ class DataFeed:
         mesh: the positions of all ranks in the layout.
         mine: this worker's micro-batches in the first steps.
         shares: the allocation of micro-batches to workers.
-        steps: of the run.
-        left_out: the part of the data that the steps leave out, in words; empty where the user set `steps`.
+        steps: the number of steps of the run.
+        left_out: the part of the data that the steps leave out, in words; empty if the user set `steps`.
 
     Raises:
-        InvalidInput: as `MicroBatchPlan`, `assign` and `RankMesh`.
+        InvalidInput: as `MicroBatchPlan`, `assign` and `RankMesh` raise it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DataFeed:
         self.left_out = "" if config.steps else self.plan.left_out(epochs)
 
     def sample(self) -> Sample:
-        """The first two samples, or a micro-batch's where a pipeline measures it; random states stay unchanged."""
+        """The first two samples, or a micro-batch where a pipeline measures it. Random states stay unchanged."""
         count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
         assert count is not None
         with torch.random.fork_rng(devices=[]):
@@ -71,7 +71,7 @@ class DataFeed:
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
     def micro_batch(self) -> Batch:
-        """The dataset's first samples, as one micro-batch; random states stay unchanged."""
+        """The dataset's first samples, as one micro-batch. Random states stay unchanged."""
         with torch.random.fork_rng(devices=[]):
             get_items = getattr(self.dataset, "__getitems__", None)
             first = list(range(self.plan.micro_batch))

@@ -1,4 +1,4 @@
-"""Evaluates a model on held-out data, divided among the workers, with exact means."""
+"""Evaluates a model on held-out data, which is divided among the workers, with exact means."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from unisono.trainer.replica import Replica
 
 
 class Evaluator:
-    """Evaluates batches of fixed content, which replicas take round-robin.
+    """Evaluates the model on batches of fixed content, which replicas take round-robin.
 
     Every worker adds the sums of all workers in the order of batches, so a metric has the same bits on any number of
     workers.
 
     Args:
-        comm: a channel for this alone, of all workers.
-        forward: ``forward(model, batch)``; it returns None if another worker of the replica has the output.
+        comm: a channel of all workers that nothing else uses.
+        forward: called as ``forward(model, batch)``; returns None if another worker of the replica has the output.
         move: moves a batch to the device.
-        replica, replicas: the number of this worker's replica, and their count. All workers of a replica compute its
-            batches.
-        contributes: this worker's sums count; one of the workers with the same output contributes.
+        replica, replicas: the number of this worker's replica, and the count of replicas. All workers of a replica
+            compute its batches.
+        contributes: whether this worker's sums count. Of the workers with the same output, one contributes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Evaluator:
         return self._move(collate(get_items(indices) if get_items else [self._data[i] for i in indices]))
 
     def _measure(self, output: Any, batch: Batch) -> Tensor:
-        """One row: weighted metrics, then the weight."""
+        """The row of one batch in the table: its weighted metrics, then its weight."""
         weight = self._task.weight(batch) if self._task.weight else samples_in(batch)
         means = [float(torch.as_tensor(m(output, batch), dtype=torch.float64).mean()) for m in self._metrics.values()]
         return torch.tensor([*(mean * float(weight) for mean in means), float(weight)], dtype=torch.float64)
@@ -91,12 +91,12 @@ class EvaluationSchedule:
     """Evaluates the averaged weights when they are due, and keeps the result.
 
     Args:
-        evaluator: None: no evaluation.
+        evaluator: the evaluator; None: there are no evaluations.
 
     Attributes:
-        every: steps between two evaluations; 0: after the last step only.
-        metrics: of the last evaluation.
-        seconds: spent on evaluations so far.
+        every: the number of steps between two evaluations; 0: only after the last step.
+        metrics: the metrics of the last evaluation.
+        seconds: the time spent on evaluations so far.
     """
 
     def __init__(self, evaluator: Evaluator | None, replica: Replica, context: RunContext) -> None:
@@ -112,7 +112,10 @@ class EvaluationSchedule:
         self._evaluated = done
 
     def run_if_due(self, done: int) -> None:
-        """Collective: evaluate if due since the last evaluation, except after the last step: then call `run`."""
+        """Collective: evaluate if that has become due since the last evaluation.
+
+        It does nothing after the last step of the run, where the caller calls `run`.
+        """
         if self.every and done < self._steps and done // self.every > self._evaluated // self.every:
             self.run(done)
 
@@ -135,7 +138,7 @@ def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], A
 
 
 def within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called inside ``context()``; in mixed precision torch expects the loss inside it too."""
+    """`function`, called inside ``context()``. (In mixed precision, torch expects the loss under autocast too.)"""
 
     def run(*arguments: Any) -> Any:
         with context():

@@ -1,15 +1,15 @@
-"""Waits for the weights of each module right before its forward pass, while later ones are still in flight.
+"""Waits for the weights of each module right before its forward pass, while later weights are still in flight.
 
 Jayarajan et al. 2019, "Priority-based parameter propagation for distributed DNN training": the weights that the forward
-pass needs first are sent first, and the first modules wait for no others.
+pass needs first are sent first, and the first modules wait for no other weights.
 
     apply ─► enter ─► embed: wait for its weights ─► layer 1: wait for its weights ─► ... ─► backward
                                                        └ and for those that it used in the first step without calling
                                                          their module, as nn.MultiheadAttention does with its out_proj
 
-The modules that own a weight request it. Other modules may use it before: the first step, in which no weights are in
-flight, finds these by recording the arguments of torch functions. If a later step uses a weight that no module has
-requested, its gradient raises an error.
+A weight is requested by the module that owns it. Another module may use the weight earlier. The first step, in which no
+weights are in flight, finds such modules by recording the arguments of torch functions. If a later step uses a weight
+that no module has requested, its gradient raises an error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LazyParameters:
     """Requests the weights of one model module by module, from its second step on; `close` removes its hooks.
 
     Args:
-        names: of the parameters that may be in flight, by their ids.
-        need: see `BoundSynchronizer.wait_parameters`.
+        names: the names of the parameters that may be in flight, by the parameters' ids.
+        need: waits for parameters; see `BoundSynchronizer.wait_parameters`.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], need: Need) -> None:
@@ -47,7 +47,7 @@ class LazyParameters:
         self._hooks: list[RemovableHandle] = []
         for module in model.modules():
             own = {names[id(p)] for p in module.parameters(recurse=False) if id(p) in names}
-            if own:  # runs before hooks that compute a weight from others
+            if own:  # this hook runs before hooks that compute a weight from other weights
                 self._hooks += before_forward([module], partial(self._request, own), prepend=True)
         self._recording_hooks = [
             *before_forward([model], self._start_recording, prepend=True),
@@ -60,7 +60,7 @@ class LazyParameters:
         return not any(isinstance(module, jit.ScriptModule) for module in model.modules())
 
     def applied(self) -> None:
-        """The optimizer's step was taken: new weights are in flight."""
+        """Called when the optimizer's step was taken: new weights are in flight."""
         self._requested.clear()
         if self._recorded and not self._complete:
             self._complete = True
@@ -68,11 +68,11 @@ class LazyParameters:
         self._need(() if self._complete else None)
 
     def enter(self) -> None:
-        """A forward pass begins."""
+        """Called when a forward pass begins."""
         self._request(self._before_modules)
 
     def came(self, name: str) -> None:
-        """The gradient of parameter `name` was computed.
+        """Called when the gradient of parameter `name` was computed.
 
         Raises:
             UnisonoError: no module requested the parameter, so it may have been used before its new weights arrived.

@@ -1,7 +1,7 @@
-"""Balances work between unequal workers by the time of each per micro-batch, and reports stragglers.
+"""Balances work between unequal workers by each worker's time per micro-batch, and reports stragglers.
 
-A worker measures its own time, including its data but without waiting for others. `unisono.data.work_shares` computes
-the shares from the times of all workers, which are the same numbers on each.
+A worker measures its own time, including the loading of data, but not the waiting for others. From the times of all
+workers, which are the same numbers on every worker, `unisono.data.work_shares` computes the shares.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ UNEQUAL = 0.2  # the fraction of a step's time that balancing must save to be su
 
 
 class RebalanceMode(Enum):
-    """Whether shares of the work follow the speeds of workers."""
+    """Whether the workers' shares of the work follow their speeds."""
 
     YES = "yes"
-    IF_ASKED = "if asked"  # they could, but it would change the rounding of the result, and the user has not set it
+    IF_ASKED = "if asked"  # they could, but that changes the rounding of the result, and the user has not asked for it
     NO = "no"
 
 
@@ -31,11 +31,11 @@ class WorkerClock:
     """Measures one worker's own time.
 
     Args:
-        now: the time in seconds.
-        waited: total seconds that this worker has waited for others during computation.
-        fetching: total seconds spent on prefetching its batches. They are hidden while other workers are slower, but
-            not if this one had more batches.
-        synchronize: waits for all work queued on the device.
+        now: returns the time in seconds.
+        waited: returns the total seconds for which this worker has waited for others during computation.
+        fetching: returns the total seconds spent on prefetching this worker's batches. They are hidden while other
+            workers are slower, but not if this worker got more batches.
+        synchronize: waits for all work that is queued on the device.
     """
 
     now: Callable[[], float]
@@ -49,13 +49,13 @@ class LoadBalancer:
 
     Args:
         shares: the allocation of micro-batches to all workers.
-        mode: whether it follows speeds.
+        mode: whether the allocation follows the workers' speeds.
         worker_name: maps a rank to the worker's name.
-        remove_slower_than: a worker that takes this many times as long as the others is asked to leave.
+        remove_slower_than: a worker that takes more than this many times as long as the others is asked to leave.
 
     Attributes:
-        pace: seconds per micro-batch of this worker in its last step; 0: not known yet.
-        asked_to_leave: ranks of the workers that are slower than `remove_slower_than` allows, equal on all workers.
+        pace: this worker's seconds per micro-batch in its last step; 0: not known yet.
+        asked_to_leave: the ranks of the workers that are slower than `remove_slower_than` allows; equal on all workers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LoadBalancer:
         )
 
     def update(self, done: int, paces: Sequence[float]) -> None:
-        """After `done` steps: record the paces of all workers, sent in the last step and measured in the one before."""
+        """After `done` steps: record the paces of all workers, which were measured in the step before the last one."""
         if done < self.shares.settled_from + 2:
             return
         seconds = self._history.add(paces, max(self.shares.counts)) if len(paces) > 1 else None
@@ -106,7 +106,7 @@ class LoadBalancer:
             self._report_if_slow(done, worker, times)
 
     def _report_if_slow(self, done: int, worker: int, times: float) -> None:
-        """Report `worker` if it is slow; `times`: how many times as long as the others it takes, lastingly."""
+        """Report `worker` if it is slow: for some time, it has taken `times` as long as the others."""
         limit = self.remove_slower_than
         leaves = limit is not None and times > limit and worker not in self.asked_to_leave
         if leaves or (times > SLOW and worker not in self._reported):
@@ -127,13 +127,13 @@ class LoadBalancer:
         return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {advice}"
 
     def _suggest_balancing(self, done: int, seconds: Sequence[float]) -> None:
-        """Report, once, how much time balancing would save."""
+        """Report how much time balancing would save, if that is much; at most once."""
         saved = self.shares.could_save(seconds)
         if saved > UNEQUAL:
             self._suggested = True
             words = (
                 f"workers are not equally fast: {', '.join(f'{each:.3g}' for each in seconds)} s for a micro-batch. "
-                f"With balance = on, steps would take {1 - saved:.0%} of their time; without Exact() the rounding of "
-                "sums then depends on measured speeds, and is not the same from run to run"
+                f"With balance = on, steps would take {1 - saved:.0%} of their present time. Without Exact(), the "
+                "rounding of sums then depends on measured speeds, and differs from run to run"
             )
             self.record.event("unequal workers", step=done, seconds=list(seconds), words=words)

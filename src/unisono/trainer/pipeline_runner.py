@@ -1,4 +1,4 @@
-"""The step of a replica whose layers lie on several workers: all micro-batches go through the pipeline together."""
+"""Computes the step of a replica whose layers are on several workers: its micro-batches share one pipeline."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from unisono.trainer.replica import Replica
 
 
 class PipelineRunner(MicroBatchRunner):
-    """Computes the micro-batches of a step together: each stage as soon as its inputs are there.
+    """Computes all micro-batches of a step in one pipeline, in which a stage runs as soon as its inputs are there.
 
     Args:
         pipeline: the stages of this worker, which call back around each pass.
-        inputs: the model's inputs of a batch.
+        inputs: returns the model's inputs for a batch.
         autocast: the context of forward passes.
     """
 
@@ -39,7 +39,7 @@ class PipelineRunner(MicroBatchRunner):
     def run(
         self, t: int, mine: range, batches: Iterable[tuple[int, Batch]], control_word: Callable[[], list[float]]
     ) -> None:
-        """See `MicroBatchRunner.run`. Every stage draws the random numbers that one worker would."""
+        """See `MicroBatchRunner.run`. Every stage draws the random numbers that a worker with all stages would draw."""
         functions, replica, pipeline = self.functions, self.replica, self._pipeline
         given = [(m, functions.to_device(batch)) for m, batch in self.tracker.each(Phase.DATA, batches)]
         weights = [checked_weight(functions.weight(batch)) for _, batch in given]
@@ -82,7 +82,10 @@ def _part(context: Callable[[], AbstractContextManager[tuple[Batch, Any]]]) -> B
 def pipeline_output(
     pipeline: Pipeline, inputs: Callable[[Batch], Any], autocast: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """``forward(model, batch)`` for evaluation: the output on the worker with the last stage, None on the others."""
+    """A function ``forward(model, batch)`` for evaluation, which uses `pipeline` in place of the model.
+
+    It returns the output on the worker with the last stage, and None on the others.
+    """
 
     def forward(_: nn.Module, batch: Batch) -> Any:
         with autocast():

@@ -23,8 +23,8 @@ from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.replica import Replica, Step
 
 LOG = logging.getLogger("unisono")
-SHOWN = 16  # sample numbers in a message; the event has all
-Mismatches = Sequence[tuple[Sequence[int], ReplicaMismatch]]  # ranks with the same part of the model, and who differs
+SHOWN = 16  # how many sample numbers a message shows; the event has all
+Mismatches = Sequence[tuple[Sequence[int], ReplicaMismatch]]  # ranks with one part of the model, which of them differ
 
 
 @dataclass
@@ -32,17 +32,17 @@ class StepValidator:
     """Decides whether a step is applied. Collective: all workers call it, and reach the same decision.
 
     Args:
-        comm: of all workers.
-        samples: the sample numbers of a micro-batch, by step and micro-batch.
-        nonfinite_samples: of these, the samples that contain a non-finite number.
-        worker_of: the rank that computes a micro-batch, by step and micro-batch.
+        comm: the communicator of all workers.
+        samples: returns the sample numbers of a micro-batch, given its step and number.
+        nonfinite_samples: returns those of these samples that contain a non-finite number.
+        worker_of: returns the rank that computes a micro-batch, given its step and number.
         worker_name: maps a rank to the worker's name.
-        clips: gradients are clipped, so norms are computed in any case.
-        compare_replicas_every: steps between two comparisons of the replicas; 0: none.
-        counterparts: for each position in a replica, the ranks at it in all replicas.
+        clips: whether gradients are clipped, so that norms are computed in any case.
+        compare_replicas_every: the number of steps between two comparisons of the replicas; 0: no comparisons.
+        counterparts: for each position in a replica, the ranks that have this position in all replicas.
 
     Attributes:
-        digest: of this worker's state between the last two steps, if it is to be compared; else 0.
+        digest: the digest of this worker's state between the last two steps, if it is to be compared; else 0.
     """
 
     replica: Replica
@@ -60,14 +60,16 @@ class StepValidator:
 
     @property
     def detector(self) -> AnomalyDetector:
-        """Detects bad steps, and records them."""
+        """The detector of bad steps, which also records them."""
         return self.checkpointer.detector
 
     def __call__(self, t: int, step: Step, find_nonfinite: Callable[[int], list[int]]) -> tuple[bool, int]:
-        """Collective: whether to apply step `t`, which is dropped otherwise; and the number of steps done after it.
+        """Collective: decide whether to apply step `t`, and drop it otherwise.
+
+        Returns whether to apply it, and the number of steps that are done afterwards.
 
         Args:
-            find_nonfinite: finds the micro-batches of a step whose gradient is not finite.
+            find_nonfinite: returns the micro-batches of a step whose gradient is not finite.
 
         Raises:
             Diverged: the run has to end.
@@ -94,7 +96,7 @@ class StepValidator:
     def between(self, done: int) -> None:
         """After `done` steps: compute the digest if replicas are due to be compared.
 
-        It travels with the next step's control word, before a checkpoint that was just taken is committed.
+        The digest travels with the next step's control word, before a checkpoint that was just taken is committed.
         """
         due = self.compare_replicas_every and (
             done % self.compare_replicas_every == 0 or done == self.checkpointer.last
@@ -102,7 +104,10 @@ class StepValidator:
         self.digest = self.replica.digest() if due else 0.0
 
     def finish(self, done: int) -> None:
-        """Collective, after the last step: compare once more, before the last checkpoint commits. Raises `Diverged`."""
+        """Collective, after the last step: compare replicas once more, before the last checkpoint is committed.
+
+        Raises `Diverged`.
+        """
         if self.compare_replicas_every:
             mine = torch.tensor([self.replica.digest()], dtype=torch.float64)
             mismatches = self._find_mismatches(self.comm.gather(mine).wait().view(-1).tolist())
@@ -134,7 +139,7 @@ class StepValidator:
             self.detector.skip(range(max(back, bad.step - policy.before), bad.step))
             self._report(bad, f"{words}: rolling back to the checkpoint of step {back}")
             return back
-        no_checkpoint = ", as there is no checkpoint to roll back to" if isinstance(policy, RollBack) else ""
+        no_checkpoint = ", because there is no checkpoint to roll back to" if isinstance(policy, RollBack) else ""
         self._report(bad, f"{words}: the step is dropped{no_checkpoint}")
         return bad.step + 1
 
@@ -165,12 +170,12 @@ class StepValidator:
             workers=sorted({self._worker(bad.step, m) for m in bad.micro_batches}), words=words)  # fmt: skip
 
     def _find_mismatches(self, digests: Sequence[float]) -> Mismatches:
-        """The counterparts whose digests are not all equal."""
+        """The groups of counterparts whose digests are not all equal, and which of their ranks differ."""
         compared = [(ranks, find_mismatch({rank: digests[rank] for rank in ranks})) for ranks in self.counterparts]
         return [(ranks, split) for ranks, split in compared if split is not None]
 
     def _heal(self, t: int, mismatches: Mismatches) -> int:
-        """Collective: make replicas that differ before step `t` equal; returns the number of steps done after it.
+        """Collective: make replicas that differ before step `t` equal; returns the number of steps that are then done.
 
         Raises `Diverged`.
         """
@@ -181,7 +186,7 @@ class StepValidator:
         self.checkpointer.abandon(t)
         if any(split.source is None for _, split in mismatches):
             words, done = self._roll_back(
-                t, f"replicas differ before step {t}, those of {names}: no more than half are equal"
+                t, f"the replicas of {names} differ before step {t}, and no more than half of them are equal"
             )
         else:
             words, done = f"the replica of {names} differs from the others before step {t}: it receives their state", t

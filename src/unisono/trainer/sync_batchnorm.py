@@ -1,4 +1,4 @@
-"""Batch normalization over the concurrent micro-batches of all workers, on any device (torch's: GPUs only)."""
+"""Batch normalization over the concurrent micro-batches of all workers, on any device (torch's needs GPUs)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class SyncBatchNorm(_BatchNorm):
     """Normalizes ``[samples, features, ...]`` by the mean and variance over the micro-batches of all workers.
 
     Collective in training: all workers must call the same layers in the same order. Ioffe & Szegedy 2015, algorithm 1,
-    over the union of the batches. Means and sums of squares are merged in the order of ranks (Chan et al. 1979,
-    eq. 2.1), without the cancellation of a mean of squares. The running statistics are equal on all workers.
+    over the union of the batches. Means and sums of squared deviations are merged in the order of ranks (Chan et al.
+    1979, eq. 2.1), which avoids the cancellation in a mean of squares. Running statistics are equal on all workers.
 
     Attributes:
-        comm: of the workers.
-        names: of all such layers of the model.
+        comm: the communicator of the workers.
+        names: the names of all such layers of the model.
         number: the index of this layer in `names`.
     """
 
@@ -93,7 +93,7 @@ class _Normalize(torch.autograd.Function):
         promoted = x.to(torch.promote_types(x.dtype, torch.float32))
         rough_mean, n = promoted.mean(dims), x.numel() // features
         centered = promoted - rough_mean.view(shape)
-        # The rounding error of `rough_mean`, which is not small where the mean is large beside the deviations.
+        # The rounding error of `rough_mean`, which is not small if the mean is large compared with the deviations.
         correction = centered.mean(dims).double()
         squares = centered.square().sum(dims).double() - n * correction.square()
         statistics = torch.cat(
@@ -145,7 +145,7 @@ def _check_same_layer(numbers: Sequence[float], names: Sequence[str]) -> None:
 
 
 def _merge(rows: Tensor, features: int) -> tuple[Tensor, Tensor, float]:
-    """Mean, sum of squared deviations and count of the union, from ``[mean, squares, count]`` of each worker."""
+    """The mean, sum of squared deviations and count of all samples, from each worker's ``[mean, squares, count]``."""
     mean, squares, count = rows[0, :features], rows[0, features:-1], float(rows[0, -1])
     for row in rows[1:]:
         m = float(row[-1])

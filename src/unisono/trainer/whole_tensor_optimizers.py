@@ -1,4 +1,4 @@
-"""Steps optimizers that need whole tensors, where ranks hold shards: each tensor has an owner, which steps it.
+"""Steps optimizers that need whole tensors where ranks hold shards: each tensor has an owner, the rank that steps it.
 
          parameters, gradients                     new parameters
 all ───────────────────────────► owners: step ────────────────────► all
@@ -30,15 +30,16 @@ class WholeTensorOptimizer:
     Collective to create. Each worker owns about as many bytes of the sharded tensors as any other.
 
     Attributes:
-        optimizer: of the parameters that this worker owns or that are not sharded; owned ones are whole while it steps.
+        optimizer: the optimizer of the parameters that this worker owns or that are not sharded. Parameters that it
+            owns are whole while it steps.
 
     Args:
-        make: makes the optimizer.
+        make: creates the optimizer.
         local, parts: see `LocalModel`.
-        comm: a channel for this alone, of the workers of a replica.
-        group: the ranks in `comm` that hold shards of the same tensors, this one among them.
-        undo: restore parameters and optimizer if a step is interrupted by a lost peer. This needs a second copy of the
-            optimizer's state in memory during a step.
+        comm: a channel of the workers of a replica that nothing else uses.
+        group: the ranks in `comm` that hold shards of the same tensors, including this rank.
+        undo: whether to restore parameters and optimizer if a lost peer interrupts a step. This needs a second copy of
+            the optimizer's state in memory during a step.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class WholeTensorOptimizer:
 
     @contextmanager
     def _with_whole_tensors(self, whole_tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block, the parameters are these whole tensors, and have no gradients yet."""
+        """A context in which the parameters are these whole tensors, and have no gradients at first."""
         parts = {name: self._parameters[name].data for name in whole_tensors}
         try:
             for name, whole in whole_tensors.items():
@@ -108,7 +109,7 @@ class WholeTensorOptimizer:
                 self._parameters[name].data = part
 
     def _undo_of_step(self) -> Callable[[], None]:
-        """A function that restores what the step changes on this worker, as it is now."""
+        """A function that undoes what a step changes on this worker, by restoring the present state."""
         optimizer = self.optimizer
         state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -127,5 +128,5 @@ class WholeTensorOptimizer:
 
 
 def owners(cut: Mapping[str, Spec], group: Sequence[int]) -> dict[int, list[str]]:
-    """The names of the tensors that each rank of `group` owns, of those in `cut`, of which all of them hold shards."""
+    """The names of the tensors that each rank of `group` owns, among those in `cut`, which `group` holds in shards."""
     return dict(zip(group, plan_replicated_writes({name: whole.nbytes for name, whole in cut.items()}, len(group))))

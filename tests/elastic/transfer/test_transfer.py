@@ -143,7 +143,7 @@ def test_what_came_otherwise_than_it_was_is_named_to_all() -> None:
     texts = simulate(3, damaged)
     assert texts[0] == texts[1] == texts[2]
     assert texts[0].startswith(("model/", "optimizer/"))
-    assert texts[0].endswith("arrived from worker 1 at worker 2 with other bytes")
+    assert texts[0].endswith("arrived from worker 1 at worker 2 with other bytes than were sent")
 
 
 def test_digests_are_equal_where_states_are() -> None:

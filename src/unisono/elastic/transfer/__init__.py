@@ -1,4 +1,4 @@
-"""Transfers state between workers' memories, from those that have it to those that lack it."""
+"""Transfers state between workers' memories, from the workers that have it to those that lack it."""
 
 from unisono.elastic.transfer.average import differing as differing
 from unisono.elastic.transfer.average import mean as mean

@@ -35,9 +35,9 @@ def mean_of(
 
 
 def mean(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of `states`, which have the same names; empty without any.
+    """The mean of `states`, which have the same names; empty if there are no states.
 
-    Of integer tensors, the value in the first state is taken. One state at a time is in memory.
+    Integer tensors are not averaged: the value in the first state is taken. One state at a time is in memory.
     """
     total, dtypes, count = dict[str, Tensor](), dict[str, torch.dtype](), 0
     for count, state in enumerate(states, 1):

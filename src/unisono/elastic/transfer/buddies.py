@@ -9,9 +9,9 @@ from collections.abc import Sequence
 def buddies(hosts: Sequence[str]) -> list[int]:
     """The buddy of each rank: a permutation without fixed points, on another host for as many ranks as possible.
 
-    Ranks are ordered by host, in a circle. The buddy is as many ranks further as the largest host has. Where no host
-    has more than half of all ranks, that is always another host; otherwise, ranks without a buddy on another host are
-    as few as can be. A single rank is its own buddy.
+    Ranks are ordered by host, in a circle. If the largest host has s ranks, the buddy of a rank is s places further on.
+    If no host has more than half of all ranks, every buddy is on another host. Otherwise, as few ranks as possible have
+    a buddy on their own host. A single rank is its own buddy.
 
     Args:
         hosts: the host of each rank.

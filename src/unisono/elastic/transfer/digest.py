@@ -1,4 +1,4 @@
-"""A digest of a state, by which ranks compare theirs bit by bit."""
+"""Computes the digest of a state, by which ranks compare their states bit by bit."""
 
 from __future__ import annotations
 

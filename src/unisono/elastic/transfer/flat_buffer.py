@@ -1,4 +1,4 @@
-"""Tensors packed into one contiguous buffer of bytes, to be sent and stored as a whole."""
+"""Packs tensors into one contiguous buffer of bytes, to be sent and stored as a whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.checkpoint.ownership import ShardMap
 from unisono.elastic.transfer.local_tensors import LocalTensors
 
-ALIGNMENT_BYTES = 16  # of every dtype
+ALIGNMENT_BYTES = 16  # tensors of every dtype may begin at a multiple of this
 
 
 def image_bytes(shards: ShardMap) -> int:
@@ -25,7 +25,7 @@ def write_image(local: LocalTensors, image: Tensor) -> None:
 
 
 def read_image(shards: ShardMap, image: Tensor) -> LocalTensors:
-    """Views of the tensors in `image`."""
+    """The tensors with these shards in `image`, as views."""
     return LocalTensors(dict(_views(shards, image)), {name: shard.box for name, shard in shards.items()})
 
 
@@ -38,12 +38,12 @@ def _views(shards: ShardMap, image: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up, so that any dtype may follow."""
+    """`nbytes` rounded up, so that a tensor of any dtype may follow."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def reuse_or_allocate(count: int, old: Tensor | None) -> Tensor:
-    """A buffer of `count` bytes: `old`, whose pages are mapped already, if it has that size; else a new one."""
+    """A buffer of `count` bytes: `old`, whose pages are already mapped, if it has that size; else a new one."""
     if old is not None and old.numel() == count:
         return old
     return torch.empty(count, dtype=torch.uint8)

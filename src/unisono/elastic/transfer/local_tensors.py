@@ -19,8 +19,8 @@ class LocalTensors:
     """Local tensors by global name, and which boxes of the global tensors they are.
 
     Args:
-        tensors: only read.
-        boxes: the box of each; a tensor without one is whole.
+        tensors: the local tensors, which are only read.
+        boxes: the box of each tensor; a tensor without a box is whole.
     """
 
     tensors: Mapping[str, Tensor]
@@ -28,7 +28,7 @@ class LocalTensors:
 
     @cached_property
     def shards(self) -> dict[str, TensorShard]:
-        """The shards without their elements. Raises `ValueError` where a tensor differs in size from its box."""
+        """The shards without their elements. Raises `ValueError` if a tensor differs in size from its box."""
         return shards_of(self.tensors, self.boxes)
 
     def view(self, name: str, dtype: torch.dtype, box: Box) -> Tensor | None:
@@ -41,18 +41,18 @@ class LocalTensors:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Which shards one rank has, and which it wants."""
+    """Which shards one rank has (`here`), and which it wants."""
 
     here: Sequence[ShardMap]
     wants: ShardMap
 
     def encode(self) -> str:
-        """As JSON."""
+        """The inventory as JSON text."""
         return json.dumps([[encode_shards(shards) for shards in self.here], encode_shards(self.wants)])
 
     @staticmethod
     def decode(text: str) -> Inventory:
-        """Inverse of `encode`. Raises `ValueError` for any other text."""
+        """The inverse of `encode`. Raises `ValueError` for any other text."""
         match json.loads(text):
             case [list(here), str(wants)] if all(isinstance(text, str) for text in here):
                 return Inventory([decode_shards(text) for text in here], decode_shards(wants))

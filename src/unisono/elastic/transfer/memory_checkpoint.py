@@ -1,8 +1,9 @@
-"""In-memory checkpoints on a buddy rank, for shards that are lost with a worker.
+"""Keeps memory checkpoints of each rank's shard on its buddy, in case the rank is lost.
 
-Each rank holds two versions of its own shard and two of another rank's, whose buddy it is, of the same two steps: one
-that is complete on all ranks, and one in flight. So after a loss there is one step for which all surviving ranks hold
-the shards that they should hold. `transfer_tensors` sends the shards of that step to the ranks that need them.
+Each rank holds its own shard, and the shard of the rank whose buddy it is. It holds both shards of two steps: of one
+step whose shards are complete on all ranks, and of one whose shards are in flight. So after a loss there is one step
+for which all surviving ranks hold the shards that they should hold. `transfer_tensors` sends the shards of that step to
+the ranks that need them.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _Sending = Generator[Work[Any], Any, None]
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """One rank's shard of one step.
+    """The shard of one rank after one step.
 
     Args:
-        owner: the rank that it belongs to, in the view in which it was taken.
-        held: its tensors; overwritten when the second next state is offered.
-        meta: numbers and texts that belong to it.
+        owner: the rank to which the shard belongs, in the view in which the memory checkpoint was taken.
+        held: the tensors of the shard; overwritten when the second next state is offered.
+        meta: numbers and texts that belong to the shard.
     """
 
     owner: int
@@ -60,10 +61,10 @@ class MemoryCheckpoints:
     in the background, or `poll` does.
 
     Args:
-        channel: for these messages only, of at least two ranks.
-        hosts: the host of each rank; a buddy is on another host where there is one.
+        channel: a channel for these messages only, with at least two ranks.
+        hosts: the host of each rank; see `buddies`.
         background: whether a thread sends and receives; else `poll` does.
-        round_bytes: bytes that a rank sends in one round.
+        round_bytes: how many bytes a rank sends in one round.
 
     Attributes:
         buddy: the rank that holds this rank's checkpoint.
@@ -86,17 +87,17 @@ class MemoryCheckpoints:
 
     @property
     def ready(self) -> bool:
-        """Whether the state offered last is complete on all ranks, so that `offer` need not wait for it."""
+        """Whether nothing is in flight, so that the next `offer` need not wait."""
         return self._sending is None
 
     def offer(self, step: int, held: LocalTensors, meta: Mapping[str, Any] | None = None) -> None:
         """Collective: store the state after `step` on this rank and on its buddy.
 
-        The state is copied before this returns. A previous one that is still in flight is waited for first; if all
-        ranks were `ready`, none waits.
+        The state is copied before `offer` returns. If the previous state is still in flight, `offer` first waits for
+        it; if all ranks were `ready`, none waits.
 
         Args:
-            meta: numbers and texts that belong to the tensors, as JSON can hold them.
+            meta: numbers and texts that belong to the tensors, as JSON values.
 
         Raises:
             PeerLost: a worker was lost meanwhile.
@@ -112,7 +113,7 @@ class MemoryCheckpoints:
             self._thread.start()
 
     def poll(self) -> bool:
-        """Continue sending and receiving, without waiting; True if nothing is in flight.
+        """Continue sending and receiving, without waiting. Returns whether nothing is in flight.
 
         Raises:
             PeerLost: a worker was lost.
@@ -138,7 +139,7 @@ class MemoryCheckpoints:
     def close(self) -> None:
         """End the thread; the checkpoints remain. May be called twice.
 
-        Before, the channel must be closed or aborted, or nothing be in flight.
+        The channel must be closed or aborted before this call, unless nothing is in flight.
         """
         if self._thread is not None:
             self._thread.join()
@@ -170,7 +171,7 @@ class MemoryCheckpoints:
             self._sending = self._work = None
 
     def _send(self, step: int, own: MemoryCheckpoint, mine: Tensor, other: Tensor | None) -> _Sending:
-        """Send this rank's state to its buddy and receive the owner's, one operation per iteration."""
+        """Send this rank's state to its buddy and receive the owner's state, with one operation per iteration."""
         channel, owner = self._channel, self.owner
         texts = yield from gather_text_steps(channel, json.dumps([encode_shards(own.held.shards), own.meta]))
         holdings, metas = zip(*map(_decode, texts))
@@ -184,11 +185,12 @@ class MemoryCheckpoints:
                 self._states[step] = _CopySlots((own, kept), (mine, theirs))
         everywhere = bool((yield channel.gather(torch.tensor([sound]))).all())
         if not everywhere:
-            LOG.warning("a memory checkpoint of step %d arrived with other bytes: the previous ones are kept", step)
+            LOG.warning("a memory checkpoint of step %d arrived with other bytes than were sent: all ranks keep the "
+                        "previous memory checkpoints", step)  # fmt: skip
         self._settle(step, everywhere)
 
     def _exchange(self, mine: Tensor, theirs: Tensor, most_bytes: int) -> _Sending:
-        """Send `mine` to the buddy and receive `theirs` from the owner, in as many rounds on all ranks."""
+        """Send `mine` to the buddy and receive `theirs` from the owner, in the same number of rounds on all ranks."""
         nothing = torch.empty(0, dtype=torch.uint8)
         for begin in range(0, most_bytes, self._round_bytes):
             part = slice(begin, begin + self._round_bytes)
@@ -198,14 +200,14 @@ class MemoryCheckpoints:
             theirs[part] = (yield self._channel.exchange(outgoing, incoming))[self.owner]
 
     def _settle(self, step: int, everywhere: bool) -> None:
-        """Drop the old step where all ranks have the new one; else the new step."""
+        """Drop the checkpoints of the old step if all ranks have the new ones (`everywhere`), else the new ones."""
         with self._lock:
             for each in [each for each in self._states if (each != step) == everywhere]:
                 self._spare = [self._states.pop(each).images]
 
 
 def newest(comm: Communicator, copies: MemoryCheckpoints | None) -> int | None:
-    """Collective: the newest step that is complete on all ranks with memory checkpoints; None if there is none.
+    """Collective: the newest step that is complete on all ranks that have memory checkpoints; None if there is none.
 
     Ranks that are new in the view pass None.
     """

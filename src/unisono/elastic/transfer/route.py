@@ -1,4 +1,4 @@
-"""Repeated transfers of the same boxes between the same ranks, planned once."""
+"""Transfers the same boxes between the same ranks repeatedly, by a plan that is made once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Route:
     Args:
         here: the shards of each rank.
         wanted: the shards that each rank wants; each is on some rank.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Route:
         self._incoming = [[m for m in moves if (m.source, m.target) == (rank, me)] for rank in ranks]
 
     def __call__(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collective: new tensors with the wanted boxes, by name.
+        """Collective: send boxes of the tensors `given`; returns new tensors with the wanted boxes, by name.
 
-        A tensor that no rank has `given` is left out; where only some ranks gave their boxes, the others are zeros.
-        Raises `PeerLost`.
+        A tensor that no rank has in `given` is left out. If only some ranks have it, the boxes of the other ranks are
+        zeros. Raises `PeerLost`.
         """
         sends = [self._packed(moves, given) for moves in self._outgoing]
         like = [torch.empty(len(moves) + _nbytes(moves), dtype=torch.uint8, device=self._device)
@@ -52,7 +52,7 @@ class Route:
         return {name: received[name] for name in received if name in given_names}
 
     def _packed(self, moves: Sequence[Move], given: Mapping[str, Tensor]) -> Tensor:
-        """One byte per box, whether it was given; then the bytes of all, zeros where it was not."""
+        """The message for `moves`: one byte per box, whether it was given; then the bytes of all boxes, or zeros."""
         present = torch.tensor([move.name in given for move in moves], dtype=torch.uint8, device=self._device)
         return torch.cat([present, *(self._bytes(move, given.get(move.name)) for move in moves)])
 

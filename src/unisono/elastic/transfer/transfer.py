@@ -1,4 +1,4 @@
-"""Verified transfer of state between memories, from several sources at once, in rounds of bounded size."""
+"""Transfers state between memories and verifies it, from several sources at once, in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.elastic.transfer.transfer_plan import Move, plan, rounds
 from unisono.errors import StateDamaged
 
 ROUND_BYTES = 16 << 20
-"""Bytes that one rank sends in one round."""
+"""How many bytes one rank sends in one round."""
 
 
 def transfer_tensors(
@@ -33,15 +33,15 @@ def transfer_tensors(
     source sends the xxh3 digest.
 
     Args:
-        here: shards of this rank; may be more than others want, or none.
-        wanted: shards that it wants; may be none.
+        here: the shards that this rank has; may be more than others want, or none.
+        wanted: the shards that this rank wants; may be none.
         hosts: the host of each rank; a source on the same host is preferred.
-        round_bytes: bounds the memory that the transfer takes besides the result: the bytes that a rank sends in one
-            round, and those that it receives from each other rank.
+        round_bytes: how many bytes a rank sends in one round, and at most receives from each other rank. It bounds the
+            memory that the transfer takes besides the result.
 
     Raises:
-        StateMissing: on all ranks; names the boxes that no rank has.
-        StateDamaged: on all ranks; names a tensor and its source.
+        StateMissing: no rank has some boxes; raised on all ranks, and names these boxes.
+        StateDamaged: a box arrived damaged; raised on all ranks, and names a tensor and its source.
         PeerLost: a worker was lost meanwhile.
     """
     texts = gather_text(comm, Inventory([local.shards for local in here], wanted).encode())
@@ -69,7 +69,7 @@ def _exchange(
     wanted: ShardMap,
     received: Mapping[str, Tensor],
 ) -> str:
-    """One round; returns which received box is damaged, or an empty text."""
+    """Collective: one round. Returns a sentence on a box that arrived damaged, or an empty text."""
     ranks = range(comm.size)
     outgoing = [[move for move in moves if (move.source, move.target) == (comm.rank, rank)] for rank in ranks]
     incoming = [[move for move in moves if (move.source, move.target) == (rank, comm.rank)] for rank in ranks]
@@ -82,7 +82,10 @@ def _exchange(
             data = arrived[rank][begin : begin + CHECKSUM_BYTES + move.nbytes]
             begin += _slot_bytes(move)
             if checksum(data[CHECKSUM_BYTES:]) != bytes(raw_bytes(data[:CHECKSUM_BYTES])):
-                damaged = f"{move.name} {move.box} arrived from worker {rank} at worker {comm.rank} with other bytes"
+                damaged = (
+                    f"{move.name} {move.box} arrived from worker {rank} at worker {comm.rank} with other bytes than "
+                    "were sent"
+                )
                 continue
             _store(received, wanted, move, data[CHECKSUM_BYTES:].view(move.dtype).view(move.box.size))
     return damaged

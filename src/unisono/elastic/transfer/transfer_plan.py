@@ -1,4 +1,4 @@
-"""Which rank sends which box to which: arithmetic without I/O, equal on all ranks for equal arguments."""
+"""Plans which rank sends which box to which rank, by arithmetic without I/O, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Wanted = tuple[str, torch.dtype, Box, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Move:
-    """A box of a tensor, from rank `source` to rank `target`; the two are equal where the target has it already."""
+    """A box of a tensor that goes from rank `source` to rank `target`. The two are equal if the target has the box."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The number of bytes of the box's elements."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -44,16 +44,16 @@ def plan(
 ) -> list[Move]:
     """Moves that bring every wanted element to the rank that wants it, exactly once.
 
-    The source is the target itself where it has the element, else a rank of the same host that has it, else any. Of
-    several, it is the one that sends least so far, largest boxes first (Graham 1969, LPT).
+    The source of an element is the target itself if it has the element, else a rank of the same host, else any rank.
+    Among several, it is the rank that sends least so far; the largest boxes are assigned first (Graham 1969, LPT).
 
     Args:
         here: the shards of each rank, several sets of them if it has several boxes of a tensor; boxes may overlap.
         wants: the shards that each rank wants.
-        hosts: the host of each rank; empty: all on one.
+        hosts: the host of each rank; empty: all ranks are on one host.
 
     Raises:
-        StateMissing: names the boxes that no rank has.
+        StateMissing: no rank has some boxes; the message names them.
     """
     cells = list(_wanted_cells(_holders(here), wants))
     missing = [(name, box) for name, _, box, owners, _ in cells if not owners]
@@ -94,7 +94,7 @@ def _largest_first(cell: _Wanted) -> tuple[Any, ...]:
 
 
 def _holders(here: Sequence[Sequence[ShardMap]]) -> dict[tuple[str, Spec], dict[Box, list[int]]]:
-    """The ranks that have each box of a tensor; one of another dtype or shape is another tensor."""
+    """The ranks that have each box of a tensor. Tensors with one name but another dtype or shape are different."""
     found: dict[tuple[str, Spec], dict[Box, list[int]]] = {}
     for rank, holdings in enumerate(here):
         for held in holdings:

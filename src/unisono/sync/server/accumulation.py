@@ -1,4 +1,4 @@
-"""Accumulates the pushed gradients of one slice: in the order of ranks, or in the order of arrival."""
+"""Accumulators of the gradients that workers push for one slice, in the order of ranks or in the order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Done = Callable[[], None]
 class RoundAccumulator:
     """The sum of all workers' totals of one round, added in the order of ranks, for reproducible bits.
 
-    A new round discards an earlier one that was not used.
+    A push for a later round discards the sum of the present round.
     """
 
     def __init__(self, workers: int, pieces: int) -> None:
@@ -26,12 +26,12 @@ class RoundAccumulator:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers have pushed."""
+        """Whether all workers have pushed for this round."""
         return self._next == self._workers
 
     @property
     def total(self) -> Tensor | None:
-        """The sum; None if no worker pushed a gradient. Its memory is used again in the next round."""
+        """The sum; None if no worker pushed a gradient. The next round uses its memory again."""
         return None if self._empty else self._total
 
     def push(self, worker: int, round_: int, total: Tensor | None, used: Sequence[bool], done: Done) -> None:
@@ -68,8 +68,9 @@ class PushAccumulator:
     """The mean of the pushed gradients of one step, in the order of arrival.
 
     Args:
-        needed: the micro-batches, or pushes, that make a step.
+        needed: the number of micro-batches, or of pushes, that make a step.
         in_pushes: whether `needed` counts pushes.
+        pieces: the number of pieces of the slice.
     """
 
     def __init__(self, needed: int, in_pushes: bool, pieces: int) -> None:
@@ -85,7 +86,7 @@ class PushAccumulator:
         return (self._pushes if self._in_pushes else self._count) >= self._needed
 
     def push(self, gradient: Tensor | None, count: int, used: Sequence[bool], scale: float = 1.0) -> None:
-        """Add the mean gradient ``scale * gradient`` of `count` micro-batches; None: zeros."""
+        """Add the mean gradient ``scale * gradient`` of `count` micro-batches; a `gradient` of None counts as zeros."""
         self._count, self._pushes = self._count + count, self._pushes + 1
         self.used = [a or b for a, b in zip(self.used, used)]
         if gradient is None:

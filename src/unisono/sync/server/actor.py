@@ -1,12 +1,13 @@
-"""The actor of a server process: its shard, and the copy of the previous server's shard.
+"""The actor of a server process, which has a shard of its own and a copy of the previous server's shard.
 
     worker ── push ─► server 0 ── the same push ─► server 1 ┐
            ◄─ answer ──────────◄─────── kept ───────────────┘     shard 0 is on server 0, its copy on server 1, etc.
 
-A server forwards every message that may change its shard to the copy, in the order of processing. It answers a worker
-only after the copy has all that the answer depends on. If a server is lost, its workers send their unanswered requests
-to the copy, which has everything that was answered. From then on the copy serves the shard. A server that was only
-unreachable learns this from the answer to its next message to the copy, and redirects its workers to the copy.
+A server forwards every message that may change its shard to the next server, which has the copy, in the order of
+processing. It answers a worker only after the next server has all messages on which the answer depends. If a server is
+lost, workers send their unanswered requests to the next server. Its copy contains everything that was answered, and it
+serves the shard from then on. A server that was only unreachable learns this from the answer to the next message that
+it forwards. It then redirects its workers to the next server.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from unisono.sync.server.shard import Shard, whole
 from unisono.sync.server.slice_state import MessageRefused, ServerSlice, ServerTerms, SliceSpec
 
 MOVED = ActorMessage("moved")
-"""The answer of a server whose shard is now served by the copy."""
+"""The answer of a server whose shard is now served by the next server, which had the copy."""
 
 
 class Replication:
-    """Forwards messages to the copy of a shard, and delays answers until the copy has acknowledged.
+    """Forwards the messages of one shard to the server of its copy, and delays answers until they are acknowledged.
+
+    Args:
+        connection: the connection to the server of the copy; None: there is no copy.
 
     Attributes:
-        superseded: whether the copy serves the shard now.
+        superseded: whether the server of the copy serves the shard now.
     """
 
     def __init__(self, connection: ActorConnection | None) -> None:
@@ -45,32 +49,32 @@ class Replication:
         self.superseded = False
 
     def ticket(self, answer: Answer) -> int:
-        """Register a request; returns the number under which it is answered."""
+        """Register a request by its `answer`; returns the number under which it is answered."""
         self._tickets += 1
         self._unanswered[self._tickets] = answer
         return self._tickets
 
     def answer(self, ticket: int, message: ActorMessage) -> None:
-        """Answer the request `ticket`, unless it is answered already."""
+        """Answer the request number `ticket`, unless it is already answered."""
         send = self._unanswered.pop(ticket, None)
         if send is not None:
             send(message)
 
     def begin(self) -> None:
-        """Count a message that is processed now and forwarded afterwards."""
+        """Count a message that this server processes now and forwards afterwards."""
         self._sent += 1
 
     def cancel(self) -> None:
-        """Undo `begin`, because the message was refused."""
+        """Undo `begin` for a message that was refused."""
         self._sent -= 1
 
     def forward(self, message: ActorMessage) -> None:
-        """Forward the message, which was processed."""
+        """Forward a message to the server of the copy, after this server has processed it. No effect without a copy."""
         if self._connection is not None:
             self._connection.send(message, self._acknowledge)
 
     def after(self, act: Callable[[], None]) -> None:
-        """Call ``act()`` once the copy has acknowledged all messages so far."""
+        """Call ``act()`` once the server of the copy has acknowledged all messages so far."""
         if self._connection is None or self._acknowledged == self._sent:
             act()
         else:
@@ -79,7 +83,7 @@ class Replication:
     def _acknowledge(self, answer: ActorMessage | None) -> None:
         self._acknowledged += 1
         if answer is None:
-            self._connection = None  # the copy is lost
+            self._connection = None  # the server of the copy is lost
         elif answer.kind == MOVED.kind:
             self.superseded, self._connection = True, None
             for ticket in list(self._unanswered):
@@ -92,8 +96,8 @@ class ParameterServerActor:
     """The actor of one server process.
 
     Args:
-        number: of this server, and of its shard.
-        config: as `ParameterServer` writes it.
+        number: the number of this server, which is also that of its own shard.
+        config: the config that `ParameterServer` has made for all servers.
     """
 
     def __init__(self, number: int, config: Mapping[str, Any]) -> None:
@@ -121,7 +125,7 @@ class ParameterServerActor:
             slice_.release(token)
         shard = whole(message.fields, "shard")
         if shard not in self._shards:
-            raise MessageRefused(f"shard {shard} is not on this server")
+            raise MessageRefused(f"a message for shard {shard}, but server {self._number} has {sorted(self._shards)}")
         if sender >= 0:
             self._serve(shard, sender, message, answer)
         else:
@@ -135,7 +139,7 @@ class ParameterServerActor:
             shard.lost(sender)
 
     def _serve(self, shard: int, worker: int, message: ActorMessage, answer: Answer) -> None:
-        """Process a worker's message; the first one to a copy makes it serve the shard."""
+        """Process a worker's message. The first one for a copy makes this server serve the shard of that copy."""
         replication = self._replication.setdefault(shard, Replication(None))
         if replication.superseded:
             answer(MOVED)
@@ -172,13 +176,16 @@ class ParameterServerActor:
         replication.after(act)
 
     def _replicate(self, shard: int, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """Process a message that the previous server has forwarded."""
+        """Process a message that the previous server has forwarded for the copy of its shard."""
         if -1 - sender != self._predecessor or shard != self._predecessor or shard == self._own:
-            raise MessageRefused(f"actor {-1 - sender} does not serve shard {shard}")
+            raise MessageRefused(
+                f"server {-1 - sender} forwarded a message for shard {shard}, but server {self._number} has a copy "
+                f"only of the shard of server {self._predecessor}"
+            )
         if shard in self._replication:
             answer(MOVED)
             return
-        # It is answered at once, so totals that wait for the pushes of other workers are copied.
+        # The answer frees the message's tensors at once, so totals that wait for other workers' pushes are copied.
         tensors = [x.clone() for x in message.tensors] if self._synchronous else message.tensors
         copied = ActorMessage(message.kind, message.fields, tensors)
         self._shards[shard].receive(whole(message.fields, "worker"), copied, lambda *_: None)
@@ -186,18 +193,18 @@ class ParameterServerActor:
 
 
 def serve(number: int, config: Mapping[str, Any]) -> ParameterServerActor:
-    """Create the actor; `Services.serve` calls it in the server process."""
+    """Create the actor of a server; `Services.serve` calls this function in the server process."""
     return ParameterServerActor(number, config)
 
 
 def server_terms(written: Mapping[str, Any]) -> ServerTerms:
-    """The terms of a config."""
+    """Read the terms of a config."""
     text = written["compensate"]
     return ServerTerms(**{**written, "compensate": text and notation.parse("compensate", text, COMPENSATIONS)})
 
 
 def slice_specs(config: Mapping[str, Any]) -> dict[int, tuple[int, SliceSpec]]:
-    """The shard and spec of every slice of a config, by the slice's number."""
+    """Read the shard and the spec of every slice of a config, by the slice's number."""
     compressors = [notation.parse("compress", text, BOUND_COMPRESSORS) for text in config["compressors"]]
     specs = {}
     for number, each in enumerate(config["slices"]):

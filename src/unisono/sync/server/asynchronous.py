@@ -1,9 +1,9 @@
 """The client of asynchronous servers: bounded staleness, fully asynchronous, or with backup workers.
 
-Work items are leased in the seeded order. A worker pushes the gradient of an item, and pulls weights for the next one:
-at most `staleness` versions older than the item's step. The server answers once it has them. Both are in flight
-while the forward pass of the next item begins. A module waits for its weights before it uses them. The memory of a
-slice's gradient is used again only after its push is answered.
+Work items are leased in the seeded order. A worker pushes the gradient of an item, and pulls weights for the next item.
+These may be at most `staleness` versions older than that item's step; the server answers once it has such weights. Push
+and pull are in flight while the forward pass of the next item begins. A module waits for its weights before it uses
+them. The memory of a slice's gradient is used again only after the push of that gradient is answered.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from unisono.sync.work_leasing import LeaseClient, StepGateClient
 
 
 class StalenessBound:
-    """The oldest weights on which a work item may be computed.
+    """Determines the oldest version of the weights on which a work item may be computed.
 
     Args:
-        micro_batches: of a step of the loop.
-        needed: micro-batches of a step of the server.
-        staleness: by how many of the server's steps weights may be older; infinity: any number.
-        start: the step of the loop before which weights have to include all previous steps of the loop.
+        micro_batches: the number of micro-batches of a step of the loop.
+        needed: the number of micro-batches of a step of the server.
+        staleness: by how many of the server's steps weights may be older than a work item; infinity: any number.
+        start: for each step of the loop before this one, weights have to include all previous steps of the loop.
 
     Attributes:
         first: the step of the loop at which the server's steps began.
@@ -59,12 +59,12 @@ class AsynchronousClient(ServerClient):
     Args:
         leases: the client of the lease server; None: this worker computes its `own` part of all steps for which it is
             in time.
-        own: the micro-batches of each step that it computes without leases.
-        pulls_first: whether weights are requested before the push. They then lack this push, but the answer does not
-            wait until the server has added it.
+        own: the micro-batches of each step that this worker computes without leases.
+        pulls_first: whether new weights are requested before the gradient is pushed. The weights then lack this
+            gradient, but the answer does not wait until the server has added it.
 
     Attributes:
-        dropped: slices of gradients that were too late for their step.
+        dropped: how many slices of this worker's gradients were too late for their step.
     """
 
     synchronous = False
@@ -107,7 +107,7 @@ class AsynchronousClient(ServerClient):
         super().offer(name, gradient, weight)
 
     def _finish_push(self, slice_: ClientSlice) -> None:
-        """Wait for the answer to a push, after which the sum of the slice may be overwritten."""
+        """Wait for the answer to the push in flight, after which the sum of the slice may be overwritten."""
         if slice_.push_in_flight is not None:
             self.dropped += slice_.push_in_flight.wait().kind == "dropped"
             slice_.push_in_flight = None
@@ -146,7 +146,10 @@ class AsynchronousClient(ServerClient):
             self.finish()
 
     def _needed_after(self, tick: int) -> int | None:
-        """The version for the next work item, after that of server step `tick`; None: there is no next item."""
+        """The least version of the weights for the next work item, where `tick` is the server step of the present one.
+
+        None: there is no next item.
+        """
         if self._fixed_items:
             return tick + 1
         upcoming = self._leases.upcoming() if self._ranges else (self._pushes, self._own)

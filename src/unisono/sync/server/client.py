@@ -1,4 +1,4 @@
-"""The worker's client of parameter servers: the base of the synchronous and the asynchronous one."""
+"""The worker's client of parameter servers: the base class of the synchronous and the asynchronous client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from unisono.sync.synchronizer import BoundSynchronizer
 
 @dataclass(frozen=True)
 class Servers:
-    """The connected servers of a replica, and what they train.
+    """The servers to which a replica is connected, and the parameters that they train.
 
     Args:
-        parameters: name to parameter, of those that `optimizer` trains.
+        parameters: by name, the parameters that `optimizer` trains.
         comm: a channel of all workers.
         slices: the plan of all slices.
-        shard_clients: one for each shard.
+        shard_clients: the client of each shard.
         overlap: whether gradients and weights are in flight while backward and forward run.
     """
 
@@ -44,8 +44,8 @@ class Servers:
 class ServerClient(BoundSynchronizer):
     """Base of bound parameter servers. Weights and optimizer state are on the servers; `synchronize` fetches them.
 
-    A step ends with a request for the new weights. `wait_parameters` copies them into the parameters as the next
-    forward pass reaches these, so the last ones arrive while it computes with the first.
+    A step ends with a request for the new weights. `wait_parameters` copies them into the parameters of each module
+    that the next forward pass reaches. So the last weights arrive while forward computes with the first.
     """
 
     optimizer_on_server = True
@@ -104,13 +104,13 @@ class ServerClient(BoundSynchronizer):
                     self.on_filled(slice_)
 
     def fold(self) -> None:
-        """Does nothing: `offer` has added the gradients."""
+        """Do nothing, because `offer` has already added the gradients."""
 
     def on_filled(self, slice_: ClientSlice) -> None:
         """Called when all gradients of a slice have been offered, while backward still runs."""
 
     def request_weights(self, version: int) -> None:
-        """Request the newest weights, at least `version`, in the order in which the forward pass needs them."""
+        """Request the newest weights, of at least `version`, in the order in which the forward pass needs them."""
         self.wait_parameters()
         for slice_ in self.client_slices:
             slice_.request_weights(version)
@@ -148,7 +148,7 @@ class ServerClient(BoundSynchronizer):
         self.wait_parameters()
 
     def synchronize(self) -> None:
-        """Fetch the exact weights and the optimizer's state."""
+        """Collective: fetch the exact weights and the optimizer's state from the servers."""
         self.finish()
         self.barrier()
         for call in [slice_.request_exact() for slice_ in self.client_slices]:
@@ -183,7 +183,7 @@ class ServerClient(BoundSynchronizer):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Send the parameters and the optimizer's state, which are loaded already, to the servers."""
+        """Send the parameters and the optimizer's state, which are already loaded, to the servers."""
         self.finish()
         self._upload()
 
@@ -202,7 +202,7 @@ class ServerClient(BoundSynchronizer):
 
     @torch.no_grad()
     def _take_state(self, slice_: ClientSlice, call: ShardCall) -> None:
-        """Copy the state of the server's optimizer for a slice into the local one, as if it had stepped."""
+        """Copy the server's optimizer state for a slice into the local optimizer, as if that had taken the steps."""
         answer = call.wait()
         for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):
             piece = slice_.plan.pieces[i]

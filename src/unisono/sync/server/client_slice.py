@@ -20,12 +20,11 @@ class ClientSlice:
     """The worker's state of one slice.
 
     Attributes:
-        version, delta_number: those of the weights in the parameters; see `WeightDeltas`.
-        pushed: the push of this step, None before it.
+        version, delta_number: the version and the delta number of the weights in the parameters; see `WeightDeltas`.
+        pushed: the call that pushed the gradient of this step; None before that.
         pull_in_flight: the request for new weights that is not answered yet.
         push_in_flight: the push of an earlier step that is not answered yet; it still reads the sum.
-        applied: whether the update was applied without confirmation so far. `begin` then keeps the residual, and the
-            sum of a push in flight.
+        applied: whether an update was applied that the servers have not confirmed yet. `begin` then keeps the residual.
     """
 
     def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: ShardClient) -> None:
@@ -46,7 +45,7 @@ class ClientSlice:
         self._parts = views(self.total, plan.spans)
 
     def begin(self) -> None:
-        """Begin a step; gradients that were added and not applied are discarded."""
+        """Begin a step. Gradients that were added and not applied are discarded."""
         if self.pushed is not None and not self.pushed.answered:
             self.pushed.abandon()
             self._allocate()  # the connection may still read the discarded sum
@@ -62,7 +61,7 @@ class ClientSlice:
         self.memory.commit()
 
     def add(self, i: int, gradient: Tensor, weight: float) -> None:
-        """Add ``weight * gradient``, where `gradient` is that of the whole parameter of piece `i`."""
+        """Add ``weight * gradient`` to piece `i`, where `gradient` is that of the whole parameter of the piece."""
         try:
             self.plan.compress.add(self._parts[i], self.plan.pieces[i].of(gradient), weight, not self.seen[i])
         except ValueError as error:
@@ -101,13 +100,13 @@ class ClientSlice:
         )
 
     def receive(self) -> None:
-        """Wait for the requested weights. Raises `PeerLost`, also when it is called again then."""
+        """Wait for the requested weights. Raises `PeerLost`, and raises it again in a further call."""
         if self.pull_in_flight is not None:
             self._update(self.pull_in_flight.wait())
             self.pull_in_flight = None
 
     def _update(self, answer: ActorMessage) -> None:
-        """Write new weights, or add their differences, to the parameters."""
+        """Write the weights of `answer` into the parameters, or add its weight deltas to them."""
         plan = self.plan
         for tensor in answer.tensors:
             local = tensor.to(plan.device)
@@ -120,19 +119,19 @@ class ClientSlice:
         self.version, self.delta_number = answer.fields["version"], answer.fields["edition"]
 
     def read(self) -> Tensor:
-        """A flat copy of the parameters."""
+        """A flat copy of the slice's weights in the parameters."""
         flat = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.plan.device)
         for piece, part in zip(self._pieces, views(flat, self.plan.spans)):
             part.copy_(piece)
         return flat
 
     def write(self, flat: Tensor) -> None:
-        """Copy `flat` into the parameters."""
+        """Copy the slice's weights `flat` into the parameters."""
         for piece, part in zip(self._pieces, views(flat, self.plan.spans)):
             piece.copy_(part)
 
     def init(self, optimizer_state: Mapping[str, Mapping[str, object]]) -> ShardCall:
-        """Send the initial weights and optimizer state of these pieces."""
+        """Send the initial weights and optimizer state of this slice."""
         places, state = [], []
         for i, (piece, own) in enumerate(zip(self.plan.pieces, self._pieces)):
             for key, value in optimizer_state[piece.span.name].items():
@@ -149,10 +148,10 @@ class ClientSlice:
         return self._to.call("look", {"slice": self.number, "state": int(state)})
 
     def request_exact(self) -> ShardCall:
-        """Make the next pull return the exact weights."""
+        """Let the next pull return the exact weights."""
         return self._to.call("level", {"slice": self.number})
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The numbers of a dense tensor, flat, in the order of memory."""
+    """A flat view of a dense tensor, whose elements are in the order of memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())

@@ -17,12 +17,13 @@ class Compensation(Protocol):
 
     @property
     def needs_old_weights(self) -> bool:
-        """Whether it needs the weights on which the gradient was computed."""
+        """Whether the correction needs the weights on which the gradient was computed."""
 
     def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
-        """The gradient to apply to weights `now`, for `gradient`, computed on `then`, `staleness` versions ago.
+        """The corrected gradient, to be applied to the weights `now`. It may be `gradient`, changed in place.
 
-        May write into `gradient`. `state` is kept from one gradient to the next.
+        `gradient` was computed on the weights `then`, which are `staleness` versions older than `now`. `state` is kept
+        from one gradient to the next.
         """
 
 
@@ -32,12 +33,12 @@ class DelayCompensation:
 
         g  <-  g + strength * g * g * (weights now - weights then)
 
-    Adaptive (DC-ASGD-a, eq. 14), where `strength` may be larger (2 in the paper)::
+    The adaptive form (DC-ASGD-a, eq. 14), in which `strength` may be larger (2 in the paper)::
 
         s  <-  decay * s + (1 - decay) * g * g        strength  <-  strength / sqrt(s + 1e-7)
 
     Raises:
-        ValueError: `strength` is not a finite number from 0, `decay` not from 0 to below 1.
+        ValueError: `strength` is not a finite number from 0, or `decay` is not from 0 to below 1.
     """
 
     strength: float = 0.04

@@ -1,4 +1,4 @@
-"""The state machine of one shard: messages in, answers out, without a transport.
+"""The state machine of one shard, which processes messages and answers them, without a transport.
 
     kind   fields                        tensors and effect
     init   slice, places                 weights and optimizer state, from one worker, before the first push
@@ -10,7 +10,7 @@
     level  slice                         the next answers to `pull` have the exact weights
     look   slice, state                  answered with the exact weights; with `state`, also the optimizer's state
 
-The same messages in the same order have the same bits as result. A copy of a shard depends on that.
+The same messages in the same order give the same bits. The copy of a shard depends on that.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from unisono.sync.server.slice_state import MessageRefused, Push, ServerSlice, S
 from unisono.sync.server.weight_deltas import saves_bytes
 
 Reply = Callable[[ActorMessage, ServerSlice | None], None]
-"""Answers a message; the answer's tensors may be the weights of the given slice, which must not change meanwhile."""
+"""Answers a message. If a slice is given, the answer's tensors are its weights, which must not change meanwhile."""
 
 WORKERS_LOST = "gone"
-"""The kind of an answer with the lost workers that the request depends on."""
+"""The kind of an answer that names lost workers, without which the request cannot be answered."""
 ROUNDS_REMEMBERED = 2
 
 
 class Shard:
-    """The state of one shard.
+    """The state of one shard, and the requests to it that are not answered yet.
 
     Args:
-        specs: the slices of this shard, by their numbers.
+        specs: the specs of this shard's slices, by their numbers.
     """
 
     def __init__(self, terms: ServerTerms, specs: Mapping[int, SliceSpec]) -> None:
@@ -61,7 +61,7 @@ class Shard:
         self._reads = {"look"} if pull_changes else {"look", "pull"}
 
     def changes(self, message: ActorMessage) -> bool:
-        """Whether `message` may change the state of the shard."""
+        """Whether processing `message` may change the state of the shard."""
         if message.kind == "norm":
             return message.fields.get("round") not in self._squares
         return message.kind not in self._reads
@@ -70,13 +70,13 @@ class Shard:
         """Process `message`, and call `reply` once, now or later.
 
         Raises:
-            ValueError: no worker can have sent it; nothing has changed.
+            ValueError: no worker can have sent `message`; the state has not changed.
         """
         handler = self._handlers.get(message.kind)
         if handler is None:
-            raise MessageRefused(f"{message.kind!r} is none of {', '.join(self._handlers)}")
+            raise MessageRefused(f"a message of kind {message.kind!r}, which is none of {', '.join(self._handlers)}")
         if not 0 <= worker < self._terms.workers:
-            raise MessageRefused(f"worker {worker} is not one of {self._terms.workers}")
+            raise MessageRefused(f"a message of worker {worker}, but the run has {self._terms.workers} workers")
         self._received += 1
         self._waiting[self._received] = reply
         try:
@@ -104,10 +104,13 @@ class Shard:
     def _init(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         number, spec = self._spec(message.fields)
         if number in self._slices and self._slices[number].begun:
-            raise MessageRefused(f"slice {number} is in training already")
+            raise MessageRefused(f"initial weights for slice {number}, for which gradients were already pushed")
         places = message.fields.get("places")
         if not isinstance(places, list) or len(message.tensors) != 1 + len(places):
-            raise MessageRefused("weights, and a tensor for each place, are expected")
+            raise MessageRefused(
+                f"{len(message.tensors)} tensors with places={places!r}, where the weights and a tensor for each place "
+                "are expected"
+            )
         _check(message.tensors[0], spec.numel, spec.dtype)
         weights, *state = message.tensors
         self._slices[number] = ServerSlice(spec, self._terms, weights, places, state)
@@ -130,7 +133,7 @@ class Shard:
         if not isinstance(used, list) or len(used) != len(spec.spans) or not all(isinstance(u, bool) for u in used):
             raise MessageRefused(f"used={used!r} is not a truth value for each of {len(spec.spans)} pieces")
         if len(message.tensors) != any(used):
-            raise MessageRefused(f"{len(message.tensors)} tensors for used={used!r}")
+            raise MessageRefused(f"{len(message.tensors)} tensors with used={used!r}, not {int(any(used))}")
         total = None
         if message.tensors:
             (encoded,) = message.tensors
@@ -144,7 +147,7 @@ class Shard:
         """Sum the control words of a round, which are kept until no worker can request them again."""
         round_ = whole(message.fields, "round", 1)
         if len(message.tensors) != 1:
-            raise MessageRefused(f"{len(message.tensors)} tensors where a control word is expected")
+            raise MessageRefused(f"{len(message.tensors)} tensors where one control word is expected")
         _check(message.tensors[0], self._terms.control, torch.float64)
         words = self._control_words.setdefault(round_, {})
         words[worker] = message.tensors[0].clone()
@@ -160,7 +163,7 @@ class Shard:
         }
 
     def _norm(self, worker: int, message: ActorMessage, reply: Reply) -> None:
-        """Answer with the norms of a round, which are kept, because one worker may be a round ahead of others."""
+        """Answer with the norms of a round. These are kept, because one worker may be a round ahead of the others."""
         self._norm_requests.append((whole(message.fields, "round", 1), reply))
         self._answer_norms()
 
@@ -204,18 +207,21 @@ class Shard:
     def _spec(self, fields: Mapping[str, Any]) -> tuple[int, SliceSpec]:
         number = whole(fields, "slice")
         if number not in self._specs:
-            raise MessageRefused(f"slice {number} is not of this shard")
+            raise MessageRefused(f"a message for slice {number}, which is not a slice of this shard")
         return number, self._specs[number]
 
     def _slice(self, fields: Mapping[str, Any]) -> ServerSlice:
         number, _ = self._spec(fields)
         if number not in self._slices:
-            raise MessageRefused(f"slice {number} has no weights yet")
+            raise MessageRefused(f"a message for slice {number}, whose initial weights have not arrived yet")
         return self._slices[number]
 
     def _all_slices(self) -> list[ServerSlice]:
         if len(self._slices) < len(self._specs):
-            raise MessageRefused("some slices have no weights yet")
+            raise MessageRefused(
+                f"a step is due, but initial weights have arrived for only {len(self._slices)} of "
+                f"{len(self._specs)} slices"
+            )
         return list(self._slices.values())
 
 
@@ -237,4 +243,4 @@ def finite(fields: Mapping[str, Any], name: str) -> float:
 
 def _check(tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
     if tensor.numel() != numel or tensor.dtype != dtype:
-        raise MessageRefused(f"{tensor.numel()} x {tensor.dtype} where {numel} x {dtype} is expected")
+        raise MessageRefused(f"a tensor of {tensor.numel()} x {tensor.dtype}, where {numel} x {dtype} is expected")

@@ -15,7 +15,7 @@ from unisono.sync.server.shard import WORKERS_LOST
 
 
 class ShardCall:
-    """The `Work` of a call to the server of a shard, sent again to the copy if the server is lost."""
+    """A request to the server of a shard. If that is lost, the request is sent again to the server of the copy."""
 
     def __init__(self, to: ShardClient, message: ActorMessage) -> None:
         self._to, self.message = to, message
@@ -27,7 +27,7 @@ class ShardCall:
         return self._work is None
 
     def send(self) -> None:
-        """Send the message, perhaps again, to the current server."""
+        """Send the request to the shard's current server; called again after the previous server is lost."""
         self._sent_to = self._to.current
         self._work: Work[ActorMessage] | None = self._to.connection.call(self.message)
 
@@ -36,10 +36,10 @@ class ShardCall:
         self._to.done(self)
 
     def wait(self) -> ActorMessage:
-        """The answer; its tensors are valid until the next call's `wait`.
+        """Wait for the answer, and return it. Its tensors are valid until `wait` of the next call.
 
         Raises:
-            PeerLost: all servers of the shard are lost, or a worker on which the answer depends.
+            PeerLost: all servers of the shard are lost, or a worker on which the answer depends is lost.
         """
         while True:
             assert self._work is not None
@@ -47,11 +47,11 @@ class ShardCall:
                 answer = self._work.wait()
                 if answer.kind != MOVED.kind:
                     break
-                self._to.fail_over(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
+                self._to.fail_over(self._sent_to, PeerLost((), self.message.kind, "another server has replaced it"))
             except PeerLost as error:
                 self._to.fail_over(self._sent_to, error)
         if answer.kind == WORKERS_LOST:
-            raise PeerLost(answer.fields["workers"], self.message.kind, "a server reports that it is lost")
+            raise PeerLost(answer.fields["workers"], self.message.kind, "a parameter server reports the loss")
         self._work = None
         self._to.done(self)
         return answer
@@ -63,13 +63,13 @@ class ShardCall:
 
 
 class ShardClient:
-    """Calls the server of one shard, and the server of its copy once the first is lost.
+    """Calls the server of one shard, and the server of its copy once the first server is lost.
 
     Args:
-        connections: to all servers that have the shard, in order.
+        connections: connections to all servers that have the shard, in the order in which they serve it.
 
     Attributes:
-        current: the index of the server that is called.
+        current: the index in `connections` of the server that serves the shard now.
     """
 
     def __init__(self, shard: int, connections: Sequence[ActorConnection]) -> None:
@@ -83,7 +83,7 @@ class ShardClient:
         return self._connections[self.current]
 
     def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> ShardCall:
-        """Send a request; the tensors, on any device, must not change until it is answered."""
+        """Send a request. Its tensors, on any device, must not change until it is answered."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
         self._open.append(ShardCall(self, ActorMessage(kind, {"shard": self._shard, **fields}, flat)))
         return self._open[-1]
@@ -94,12 +94,14 @@ class ShardClient:
             self._open[-1].poll()
 
     def done(self, call: ShardCall) -> None:
-        """Remove `call`, which is answered or abandoned."""
+        """Forget `call`, which is answered or abandoned."""
         self._open.remove(call)
 
     def fail_over(self, failed: int, error: PeerLost) -> None:
-        """Send all open calls, in order, to the next server, because number `failed` is lost. Raises `error` if there
-        is none."""
+        """Send all open calls, in order, to the next server, because the server at index `failed` is lost.
+
+        Raises `error` if there is no next server.
+        """
         if failed == self.current:
             if self.current + 1 == len(self._connections):
                 raise error

@@ -18,7 +18,7 @@ ELEMENTWISE: dict[str, type[Optimizer]] = {
                 torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
 """Elementwise optimizers, which can step a piece of a parameter without the rest."""
-_DEVICE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False}  # choices for the worker's device
+_DEVICE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False}  # not as on the worker's device
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 # Servers compute on the CPU, where torch's fused SGD does not update most numbers of half precision (2.13).
 _FUSED_DTYPES = (torch.float32, torch.float64)
@@ -26,14 +26,14 @@ _FUSED_DTYPES = (torch.float32, torch.float64)
 Numbers = Mapping[str, Any]
 """A parameter group's hyperparameters, as JSON values."""
 Place = tuple[int, str, bool]
-"""The place of a tensor in the optimizer's state: the piece, the key, whether it has the shape of the piece."""
+"""The place of a tensor in the optimizer's state: index of the piece, key, whether it has the shape of the piece."""
 
 
 def kind_of(optimizer: Optimizer) -> str:
     """The name in `ELEMENTWISE` of `optimizer`'s class. Raises `InvalidInput` if it has none."""
     name = type(optimizer).__name__
     if ELEMENTWISE.get(name) is not type(optimizer):
-        raise InvalidInput("optimizer", name, "servers have slices of parameters, and can step them only with an "
+        raise InvalidInput("optimizer", name, "a server has only slices of parameters, and can step them only with an "
                            f"elementwise optimizer of torch ({', '.join(ELEMENTWISE)})",
                            "use one of these, or sync=AllReduce()")  # fmt: skip
     return name
@@ -56,10 +56,10 @@ class SliceOptimizer:
     """The optimizer of one slice.
 
     Args:
-        kind: a name in `ELEMENTWISE`.
-        groups: hyperparameters of all groups.
-        members: the index of each piece's group.
-        weights: of each piece; updated in place.
+        kind: the optimizer's name in `ELEMENTWISE`.
+        groups: the hyperparameters of all parameter groups.
+        members: for each piece, the index of its parameter group.
+        weights: the weights of each piece, which `step` updates in place.
     """
 
     def __init__(self, kind: str, groups: Sequence[Numbers], members: Sequence[int], weights: Sequence[Tensor]) -> None:
@@ -74,12 +74,12 @@ class SliceOptimizer:
         allow_late_momentum(self._optimizer)
 
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        """Step `weights`, which have the same values, from now on."""
+        """Let later steps update `weights` in place of the earlier tensors, which have the same values."""
         for piece, each in zip(self._pieces, weights):
             piece.data = each
 
     def step(self, gradients: Sequence[Tensor | None], groups: Sequence[Numbers]) -> None:
-        """Take one step; pieces without a gradient do not change."""
+        """Take one step with the hyperparameters `groups`; pieces without a gradient do not change."""
         for group, member in zip(self._optimizer.param_groups, self._members):
             group.update(self._options(groups[member]))
         for piece, gradient in zip(self._pieces, gradients):
@@ -89,19 +89,19 @@ class SliceOptimizer:
             piece.grad = None
 
     def check(self, groups: Any, count: int) -> list[Numbers]:
-        """`groups`, if they are valid hyperparameters of `count` groups. Raises `ValueError`."""
+        """Return `groups` if they are valid hyperparameters of `count` groups, else raise `ValueError`."""
         known = self._optimizer.defaults
         if not isinstance(groups, list) or len(groups) != count:
-            raise ValueError(f"hyperparameters of {count} groups are expected")
+            raise ValueError(f"groups={groups!r} is not a list with the hyperparameters of {count} groups")
         for group in groups:
             if not isinstance(group, dict) or set(group) != set(known):
-                raise ValueError(f"hyperparameters of a group are {', '.join(known)}")
+                raise ValueError(f"group {group!r} does not have exactly the hyperparameters {', '.join(known)}")
             if not all(_is_number(value) for value in group.values()):
-                raise ValueError("hyperparameters are numbers")
+                raise ValueError(f"group {group!r} has a hyperparameter that is not a number")
         return groups
 
     def state(self) -> tuple[list[Place], list[Tensor]]:
-        """The optimizer's state and its places; to be read only."""
+        """The places and the tensors of the optimizer's state; the tensors are read-only."""
         entries = [
             (i, key, torch.as_tensor(value))
             for i, piece in enumerate(self._pieces)
@@ -111,7 +111,7 @@ class SliceOptimizer:
         return [(i, key, t.shape == self._pieces[i].shape) for i, key, t in entries], [t for *_, t in entries]
 
     def load(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
-        """Load the result of `state`; `tensors` may be flat, and are copied."""
+        """Load what `state` returned; `tensors` are copied, and may be flat."""
         for (i, key, like), tensor in zip(places, tensors):
             piece = self._pieces[i]
             target = torch.empty_like(piece, dtype=tensor.dtype) if like else torch.empty((), dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""One slice on a server: its weights, its optimizer, its pushes and pulls."""
+"""One slice on a server: its weights, its optimizer, and the pushes and pulls of workers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ServerTerms:
     Args:
         workers: the number of workers.
         synchronous: whether every step uses the gradients of all workers.
-        needed: if not synchronous: the micro-batches that make a step; with `drops_late`, the pushes.
+        needed: if not synchronous, the number of micro-batches that make a step; with `drops_late`, of pushes.
         drops_late: whether pushes for a step that is already taken are dropped.
-        compensate: the correction of stale gradients.
-        control: length of the control word.
-        optimizer: a name in `slice_optimizer.ELEMENTWISE`.
+        compensate: the correction of stale gradients; None: no correction.
+        control: the length of the control word, in numbers.
+        optimizer: the optimizer's name in `slice_optimizer.ELEMENTWISE`.
         groups: the initial hyperparameters of the optimizer.
     """
 
@@ -47,7 +47,7 @@ class ServerTerms:
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """The layout of a slice; `members` are the indices of its pieces' parameter groups."""
+    """The spans, dtype and compressor of a slice, and the indices of its pieces' parameter groups (`members`)."""
 
     spans: tuple[Span, ...]
     members: tuple[int, ...]
@@ -62,14 +62,16 @@ class SliceSpec:
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient that a worker has pushed; `total` is None if no piece was used.
+    """A gradient that a worker has pushed.
 
     Args:
         number: the round, if synchronous; else the count of this worker's pushes, from 1.
-        version: of the weights on which it was computed.
-        tick: the server's step that it is for.
-        count: its micro-batches.
-        scale: the factor that makes `total` the mean over its micro-batches.
+        total: the decoded gradient; None if no piece was used.
+        used: for each piece, whether the worker has a gradient of it.
+        version: the version of the weights on which the gradient was computed.
+        tick: the server's step to which the gradient belongs.
+        count: the number of micro-batches over which the gradient was computed.
+        scale: the factor that makes `total` the mean over these micro-batches.
     """
 
     worker: int
@@ -86,8 +88,8 @@ class ServerSlice:
     """The state of one slice. Methods are in the order of a step; the caller validates messages.
 
     Attributes:
-        version: the number of steps that these weights have taken.
-        dropped: the number of pushes that were too late.
+        version: the number of steps that these weights have taken, including a step that is deferred.
+        dropped: the number of pushes that came too late for their step.
     """
 
     def __init__(
@@ -110,14 +112,14 @@ class ServerSlice:
             self._deltas = WeightDeltas(spec.compress, spec.spans, self.weights)
         self._published = 0  # the version of the newest delta
         self._last_push = [0] * terms.workers
-        self._added: dict[int, int] = {}  # micro-batches, by step that is not complete
+        self._added: dict[int, int] = {}  # how many micro-batches have arrived, for each step that is not complete
         self._complete = 0
         self._history = (
             WeightHistory(terms.workers, self.weights)
             if terms.compensate and terms.compensate.needs_old_weights
             else None
         )
-        self._memory: dict[str, Tensor] = {}  # the compensation's
+        self._memory: dict[str, Tensor] = {}  # the state of the compensation
         self._due: Callable[[], None] | None = None
         self._take: tuple[int, float, Sequence[Numbers]] = 0, 1.0, ()
         self._taken = 0
@@ -126,16 +128,19 @@ class ServerSlice:
 
     @property
     def begun(self) -> bool:
-        """Whether a gradient was pushed."""
+        """Whether a worker has pushed a gradient."""
         return self.round_sum.round > 0 or any(self._last_push)
 
     # Synchronous: pushes of all workers, then `take` of any of them.
 
     def add_to_round(self, push: Push, done: Done) -> None:
-        """Add `push` to its round; its tensor must not change until ``done()``."""
+        """Add `push` to the sum of its round; the tensor of `push` must not change until ``done()``."""
         if push.version > self.version:
-            raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
-        self._take_due_step()  # it reads the sum of the last round, whose memory is used again
+            raise MessageRefused(
+                f"worker {push.worker} pushed a gradient for weight version {push.version}, but the server is at "
+                f"version {self.version}"
+            )
+        self._take_due_step()  # the step reads the sum of the last round, whose memory is used again
         self.round_sum.push(push.worker, push.number, push.total, push.used, done)
         self._step_if_due()
 
@@ -148,13 +153,13 @@ class ServerSlice:
         return [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces]
 
     def take(self, round_: int, scale: float, groups: Sequence[Numbers]) -> None:
-        """Take the step of ``scale * mean`` of `round_`, as soon as that is complete."""
+        """Take the step of ``scale * mean`` of `round_`, as soon as all workers have pushed for that round."""
         if round_ > self._take[0]:
             self._take = round_, scale, groups
             self._step_if_due()
 
     def _step_if_due(self) -> None:
-        """Count the version of a complete round now; the arithmetic is deferred to the first access."""
+        """Count the step of a complete round now; its arithmetic is deferred to the first access to the weights."""
         round_, scale, groups = self._take
         if self.round_sum.complete and self.round_sum.round == round_ and self._taken < round_:
             self._taken = round_
@@ -169,13 +174,18 @@ class ServerSlice:
     # Asynchronous: each push by itself.
 
     def add_push(self, push: Push, groups: Sequence[Numbers]) -> bool:
-        """Add `push`, unless it is a repetition; False: it was too late and is dropped."""
+        """Add `push`, unless it repeats an earlier one. Returns False if it came too late and was dropped."""
         if push.number <= self._last_push[push.worker]:
             return True
         if push.number > self._last_push[push.worker] + 1:
-            raise MessageRefused(f"push {push.number} of worker {push.worker} after {self._last_push[push.worker]}")
+            raise MessageRefused(
+                f"worker {push.worker} sent push {push.number}, but its last was push {self._last_push[push.worker]}"
+            )
         if push.version > self.version:
-            raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
+            raise MessageRefused(
+                f"worker {push.worker} pushed a gradient for weight version {push.version}, but the server is at "
+                f"version {self.version}"
+            )
         self._last_push[push.worker] = push.number
         if self._terms.drops_late and push.tick < self.version:
             self.dropped += 1
@@ -195,7 +205,7 @@ class ServerSlice:
         return True
 
     def _count(self, push: Push) -> None:
-        """Count the micro-batches of a push by its step: staleness is bounded by steps of which all have arrived."""
+        """Count the micro-batches of `push` for its step: a step is complete when all of them have arrived."""
         self._added[push.tick] = self._added.get(push.tick, 0) + push.count
         while self._added.get(self._complete, 0) >= self._terms.needed:
             del self._added[self._complete]
@@ -213,7 +223,7 @@ class ServerSlice:
     ) -> None:
         if gradient is None:
             return
-        if self._lent:  # an answer may still read them
+        if self._lent:  # an answer to a worker may still read the weights
             self.weights, self._lent = self.weights.clone(), set()
             self.optimizer.set_weights(views(self.weights, self.spec.spans))
         # The sum is not changed, because a worker may still request its norm.
@@ -222,7 +232,7 @@ class ServerSlice:
 
     @property
     def _reached(self) -> int:
-        """The step before which all gradients are in these weights."""
+        """The number of steps, from the first on, of which these weights contain all gradients."""
         return self.version if self._terms.synchronous or self._terms.drops_late else self._complete
 
     def _answer_waiting(self) -> None:
@@ -238,14 +248,17 @@ class ServerSlice:
             due()
 
     def when_reached(self, need: int, done: Done) -> None:
-        """Call ``done()`` when all steps before `need` are in these weights."""
+        """Call ``done()`` when these weights contain the gradients of all steps before `need`."""
         if self._reached >= need:
             done()
         else:
             self._waiting.append((need, done))
 
     def update(self, worker: int, delta_number: int) -> tuple[ActorMessage, bool]:
-        """The message that updates `worker` from `delta_number` to the newest weights; whether it refers to them."""
+        """The message that updates `worker` from `delta_number` to the newest weights, and whether it contains these.
+
+        If so, the message's tensor is `weights` itself, not a copy.
+        """
         self._take_due_step()
         if self._deltas is None:
             newest, tensors, whole = self.version, [self.weights], True
@@ -265,14 +278,14 @@ class ServerSlice:
         return ActorMessage("weights", fields, tensors), whole and self._deltas is None
 
     def publish_exact(self) -> None:
-        """Make the exact weights the next ones that workers receive."""
+        """Let workers receive the exact weights next, without a compressed delta."""
         self._take_due_step()
         if self._deltas is not None:
             self._deltas.publish_exact(self.weights)
             self._published = self.version
 
     def read_state(self, state_too: bool) -> ActorMessage:
-        """The exact weights, with `state_too` also the optimizer's state."""
+        """The message with the exact weights, and with `state_too` also the optimizer's state."""
         self._take_due_step()
         places, state = self.optimizer.state() if state_too else ([], [])
         return ActorMessage("state", {"places": places}, [self.weights, *state])
@@ -287,14 +300,14 @@ class ServerSlice:
 
 
 class WeightHistory:
-    """The weights on which each worker computes; equal ones are stored once."""
+    """The weights on which each worker computes; equal weights are stored once."""
 
     def __init__(self, workers: int, weights: Tensor) -> None:
         self._held = [0] * workers
         self._weights = {0: weights.clone()}
 
     def record(self, worker: int, delta_number: int, weights: Tensor) -> None:
-        """Record that `worker` has `weights`, of `delta_number`, from now on."""
+        """Record that `worker` has the weights of `delta_number`, which are `weights`, from now on."""
         self._held[worker] = delta_number
         if delta_number not in self._weights:
             self._weights[delta_number] = weights.clone()

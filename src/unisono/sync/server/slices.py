@@ -1,11 +1,11 @@
-"""The plan of slices: how weights are divided into slices and assigned to servers, without I/O.
+"""Plans how weights are divided into slices, and which server has each slice, without I/O.
 
     parameters, in the order of the forward pass    slices, sent in this order
     embed [50000, 64]                               0: embed[0:12500]       shard 0
                                                     1: embed[12500:25000]   shard 1 ...
     norm [64], bias [64], head [10, 64]             4: norm, bias, head     the least loaded shard
 
-Matrices are divided between rows, so that the parts are matrices. Every worker computes the same slices.
+Matrices are divided between rows, so that the parts are matrices. Every worker computes the same plan.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from unisono.compress import Compressor, Span
 
 SLICES_PER_SHARD = 4  # with fewer, shards cannot be balanced
-SMALLEST_BYTES = 1 << 16  # of a slice that is smaller than `slice_bytes`: the overhead of a message is some KB
+SMALLEST_BYTES = 1 << 16  # slices are not made smaller to balance shards: the overhead of a message is some KB
 
 
 @dataclass(frozen=True)
 class SliceRows:
-    """Rows of one parameter; `span` is their range in the slice."""
+    """A piece of a slice: `rows` of one parameter (None: all rows), and their range in the slice, `span`."""
 
     rows: range | None
     span: Span
@@ -36,7 +36,7 @@ class SliceRows:
 
 @dataclass(frozen=True)
 class Slice:
-    """Pieces of one dtype, device and compressor, and the shard that has them."""
+    """One slice: pieces of one dtype, device and compressor, and the number of the shard that has them."""
 
     pieces: tuple[SliceRows, ...]
     dtype: torch.dtype
@@ -56,15 +56,18 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its weights."""
+        """The size of the slice's weights in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def plan_slices(
     parameters: Mapping[str, nn.Parameter], compress: Compressor, slice_bytes: int, shards: int
 ) -> list[Slice]:
-    """The slices of `parameters` (in the order of the forward pass), each of at most `slice_bytes` unless a single row
-    is larger; each goes to the shard that has the fewest bytes by then."""
+    """Divide `parameters`, which are in the order of the forward pass, into slices.
+
+    A slice has at most `slice_bytes`, unless a single row is larger. Each slice goes to the shard with the fewest bytes
+    so far.
+    """
     total = sum(p.numel() * p.element_size() for p in parameters.values())
     balanced = max(SMALLEST_BYTES, -(-total // (SLICES_PER_SHARD * shards))) if shards > 1 else slice_bytes
     largest = min(slice_bytes, balanced)
@@ -82,7 +85,7 @@ _Kind = tuple[Compressor, torch.dtype, torch.device]
 def _packed(
     parameters: Mapping[str, nn.Parameter], compress: Compressor, largest: int
 ) -> list[tuple[_Kind, tuple[SliceRows, ...]]]:
-    """Pieces of one kind share a slice while they fit; slices are in the order of their first pieces."""
+    """The kind and the pieces of each slice, of at most `largest` bytes, in the order of the slices' first pieces."""
     packed: list[tuple[_Kind, list[SliceRows]]] = []
     unfinished: dict[_Kind, list[SliceRows]] = {}
     for name, parameter in parameters.items():
@@ -101,7 +104,10 @@ def _packed(
 
 
 def _rows(parameter: nn.Parameter, largest: int) -> Sequence[range | None]:
-    """Equal ranges of rows of at most `largest` bytes; None: all rows, because they fit or are not contiguous."""
+    """Ranges of about equally many rows, of at most `largest` bytes each.
+
+    The only element is None, for all rows, if these fit or are not contiguous.
+    """
     nbytes = parameter.numel() * parameter.element_size()
     stride = torch.empty_like(parameter, device="meta").stride()
     if nbytes <= largest or parameter.dim() == 0 or stride[0] < max(stride):

@@ -23,7 +23,7 @@ from unisono.sync.server.slice_optimizer import numbers_of
 
 
 class SynchronousClient(ServerClient):
-    """The bound `ParameterServer` without staleness."""
+    """The bound `ParameterServer` without staleness and without backup workers."""
 
     synchronous = True
     _round = 0
@@ -65,7 +65,7 @@ class SynchronousClient(ServerClient):
         ]
 
     def take(self, scale: float) -> None:
-        """Let all servers take the step, and request the new weights."""
+        """Let all servers take the step of ``scale * mean gradient``, and request the new weights."""
         fields = {"round": self._round, "scale": scale, "groups": numbers_of(self.optimizer)}
         self._taking = [each.call("take", fields) for each in self.shard_clients]
         for slice_ in self.client_slices:

@@ -4,8 +4,8 @@
                             │ encode      │ encode
     weights on workers     e0 ── m1 ───► e1 ── m2 ───► e2            (the shadow; a worker at e0 receives m1 and m2)
 
-Workers with the same delta number have the same bits, so there is no state per worker. What a message leaves out is
-part of the next difference. A worker for which the missed messages are larger than the shadow receives the shadow.
+Workers with the same delta number have the same bits, so the server keeps no state per worker. What a message leaves
+out is part of the next difference. A worker receives the shadow instead if the messages that it lacks are larger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.compress import Compressor, CompressorMemory, Span, bits
 
 
 def saves_bytes(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> bool:
-    """Whether a message is smaller than the weights."""
+    """Whether a message of `compress` is smaller than the weights themselves."""
     return bits(compress, spans, numel, dtype) < numel * dtype.itemsize * 8
 
 
@@ -33,7 +33,7 @@ class WeightDeltas:
     """The shadow of one slice's weights, and the messages that led to it.
 
     Attributes:
-        number: counts the deltas, from 0.
+        number: the number of the shadow, from 0. Each delta and each exact shadow adds 1.
         shadow: the weights of workers that have received all deltas.
     """
 
@@ -46,7 +46,7 @@ class WeightDeltas:
         self._exact = True
 
     def publish(self, weights: Tensor) -> None:
-        """Publish a delta that brings the shadow close to `weights`."""
+        """Add a delta that brings the shadow closer to `weights`."""
         total = (weights - self.shadow).to(self._compress.total_dtype(weights.dtype))
         message = self._compress.encode(total, self._spans, self._memory).clone()
         self._memory.commit()
@@ -58,13 +58,13 @@ class WeightDeltas:
             self._nbytes -= self._messages.popleft().nbytes
 
     def publish_exact(self, weights: Tensor) -> None:
-        """Publish `weights` exactly, as a new shadow without a delta."""
+        """Make `weights` the shadow exactly, under a new number, without a message."""
         if not self._exact or not torch.equal(self.shadow, weights):
             self.shadow.copy_(weights)
             self.number, self._exact, self._nbytes = self.number + 1, True, 0
             self._messages.clear()
 
     def since(self, delta_number: int) -> list[Tensor] | None:
-        """The messages from `delta_number` to the newest one; None: send the shadow."""
+        """The messages that lead from the weights of `delta_number` to the shadow; None: send the shadow itself."""
         behind = self.number - delta_number
         return list(self._messages)[len(self._messages) - behind :] if 0 <= behind <= len(self._messages) else None
