@@ -97,7 +97,7 @@ class _Groups:
 
 _GROUPS = "optimizer groups"
 _LEFT_OUT = ("params", "param_names")
-_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def to_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -132,11 +132,11 @@ def _to_plain(value: Any, tensors: list[Tensor], where: str) -> Any:
         ]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
-    for kind, type_ in _SEQUENCES.items():
-        if isinstance(value, type_):
-            return [kind, *(_to_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
-    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "use numbers, strings, bytes, "
-                       "tensors, and lists, tuples, sets and dictionaries of them")  # fmt: skip
+    if isinstance(value, list | tuple | set | frozenset):
+        base = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return [base.__name__, *(_to_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
+    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "use numbers, strings, "
+                       "bytes, tensors, and lists, tuples, sets and dictionaries of them")  # fmt: skip
 
 
 def _from_plain(plain: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:

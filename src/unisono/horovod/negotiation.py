@@ -153,7 +153,7 @@ class Negotiation:
                 raise InvalidArgument("name", key[1], "an operation of this name is in flight",
                                       "wait for it by hvd.synchronize, or choose another name")  # fmt: skip
             self._handles[key] = handle
-        handle.on_finished = self._on_finished
+        handle.on_finished = self._finished
         self._questions.put(handle.request)
         return handle
 
@@ -208,7 +208,7 @@ class Negotiation:
         while (batch := self._batches.get()) is not None:
             self._on_batch(time.time())
             with self._lock:
-                jobs = [Job(agreed, self._handles.pop(agreed.request.key, None)) for agreed in batch]
+                jobs = [Job(agreed, self._handles.get(agreed.request.key)) for agreed in batch]
             try:
                 self._executor.run(jobs)
             except Exception as error:  # raised in the threads that wait for the results
@@ -216,13 +216,16 @@ class Negotiation:
                 failure = (
                     WorkersLost(str(error)) if is_loss else HorovodInternalError(f"{type(error).__name__}: {error}")
                 )
-                for job in jobs:
-                    if job.handle:
-                        job.handle.fail(failure)
                 self._fail(failure, agreed=True)
                 return
             if self._rank == 0:
                 self._questions.put(_Event.BATCH_DONE)
+
+    def _finished(self, handle: Handle) -> None:
+        """`handle` has ended: its name can be used again."""
+        with self._lock:
+            self._handles.pop(handle.request.key, None)
+        self._on_finished(handle)
 
     def _report_stall(self, handle: Handle) -> None:
         members, name = handle.request.key
@@ -242,15 +245,13 @@ class Negotiation:
 
     def _leader_lost(self) -> None:
         self._abandoned.set()
-        self._fail(WorkersLost("worker 0 has shut down or is lost"), agreed=False)
+        self._fail(WorkersLost("the connection to worker 0 was lost"), agreed=False)
 
     def _fail(self, failure: HorovodInternalError, *, agreed: bool) -> None:
         """Nothing more can be submitted, and what is in flight fails; what is agreed on only if `agreed`."""
         with self._lock:
             self._failure = self._failure or failure
             failed = [h for h in self._handles.values() if agreed or not h.times.agreed]
-            for handle in failed:
-                del self._handles[handle.request.key]
         for handle in failed:
             handle.fail(failure)
 

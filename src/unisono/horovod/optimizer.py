@@ -79,7 +79,7 @@ def DistributedOptimizer(
     alone = is_initialized() and current().size == 1
     base = _LocalSteps if chosen == Adasum and not alone else _ReducedGradients
     kind = type(type(optimizer).__name__, (base, type(optimizer)), {})
-    distributed = kind.__new__(kind)
+    distributed: Any = object.__new__(kind)
     # A scheduler made before replaces the step of its own optimizer, which is not the one that is taken.
     vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     distributed.distribute(_named(optimizer, named_parameters), exchange, backward_passes_per_step, groups)
@@ -119,8 +119,8 @@ class Exchange:
             return lambda: _write(tensors, synchronize(handle))
         method = Compression.none if self.notation else self.compression
         sent, contexts = zip(*(method.compress(x) for x in dense))
-        factors = {"prescale_factor": 1.0 / self.predivide, "postscale_factor": self.predivide}
-        handle = grouped_allreduce_async_(sent, name=name, op=self.op, process_set=self.process_set, **factors)
+        handle = grouped_allreduce_async_(sent, None, name, self.op, 1.0 / self.predivide, self.predivide,
+                                          self.process_set)  # fmt: skip
         return lambda: _write(tensors, [method.decompress(x, c) for x, c in zip(synchronize(handle), contexts)])
 
     def _start_sparse(self, name: str, tensor: Tensor) -> Finish:
@@ -154,10 +154,9 @@ class _Distributed(Optimizer):
         self._passes: Counter[Tensor] = Counter()
         self._started: dict[Tensor, Finish] = {}
         self._synchronized, self._skips = False, False
-        if is_initialized() and current().size > 1 and exchange.process_set.included():
-            for parameter in names:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._accumulated)
+        for parameter in names:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Take `passes` backward passes before each step, from the next step on."""
@@ -191,12 +190,18 @@ class _Distributed(Optimizer):
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Backward has added to the gradient of `parameter`."""
+        if not self._exchanged():  # other workers may join later
+            return
         if self._passes[parameter] >= self.backward_passes_per_step:
             raise AssertionError(
                 f"{self._parameter_names[parameter]} had more backward passes than backward_passes_per_step = "
                 f"{self.backward_passes_per_step} before optimizer.step(): increase it"
             )
         self._passes[parameter] += 1
+        self._counted(parameter)
+
+    def _counted(self, parameter: Tensor) -> None:
+        """A backward pass was counted for `parameter`."""
 
     def _exchanged(self) -> bool:
         return is_initialized() and current().size > 1 and bool(self._exchange.process_set.included())
@@ -226,10 +231,10 @@ class _ReducedGradients(_Distributed):
         finally:
             self._skips = False
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Collective: synchronize, and step. Gradients that `closure` computes are synchronized each time."""
         if closure is not None:
-            result = super().step(self._synchronizing(closure))
+            result: Any = super().step(self._synchronizing(closure))
         else:
             if self._synchronized and not self._skips:
                 warnings.warn(
@@ -252,8 +257,7 @@ class _ReducedGradients(_Distributed):
 
         return call
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        super()._accumulated(parameter)
+    def _counted(self, parameter: Tensor) -> None:
         bucket = [each for each in self._bucket_of[parameter] if each.requires_grad]
         if all(self._passes[each] == self.backward_passes_per_step for each in bucket):
             self._start(parameter)
@@ -279,7 +283,7 @@ class _LocalSteps(_Distributed):
         """Raises `AssertionError`: there is nothing to skip."""
         raise AssertionError("with op=hvd.Adasum steps are exchanged: there is no synchronize() to skip")
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Collective: step, and apply the reduction of all workers' changes instead of this worker's."""
         parameters = [p for p in self._parameter_names if p.requires_grad]
         before = [p.detach().clone() for p in parameters]

@@ -48,11 +48,11 @@ def reduce(group: Group, flat: Tensor, op: str, spans: Sequence[Span]) -> Steps[
         spans: the ranges of single tensors in `flat`.
     """
     if op == Adasum.name:
-        rows = list((yield from group.gather(flat)))
-        while len(rows) > 1:  # the tree of `unisono.sync.adasum`
-            odd = rows[-1:] if len(rows) % 2 else []
-            rows = [combined(a, b, spans) for a, b in zip(rows[0::2], rows[1::2])] + odd
-        return rows[0]
+        nodes: list[Tensor] = list((yield from group.gather(flat)))
+        while len(nodes) > 1:  # the tree of `unisono.sync.adasum`
+            odd = nodes[-1:] if len(nodes) % 2 else []
+            nodes = [combined(a, b, spans) for a, b in zip(nodes[0::2], nodes[1::2])] + odd
+        return nodes[0]
     if op in ADDITIVE and (total := group.sum(flat)) is not None:
         return (yield total)  # type: ignore[no-any-return]
     padded = F.pad(flat, (0, -flat.numel() % group.size))

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.elastic.loop_group import LoopGroup
+from unisono.elastic.session import Session as Views
 from unisono.errors import UnisonoError
 from unisono.horovod.errors import InvalidArgument
 from unisono.horovod.handle import Handle, Unpack
 from unisono.horovod.negotiation import Negotiation
-from unisono.horovod.requests import EVERYBODY, Request
+from unisono.horovod.requests import BARRIER, EVERYBODY, Request
 from unisono.horovod.timeline import Timeline
 from unisono.launch import WorkerIdentity
 
@@ -36,31 +37,46 @@ class Session:
         rank, size: of this worker, and of the group.
         process_sets: ranks by number, of those that were added.
         timeline: of the operations.
+        views: of an elastic run, once `elastic.run` has begun.
     """
 
     def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device) -> None:
         self.identity, self.group, self._device = identity, group, device
         self.rank, self.size = group.rank, group.size
         self.timeline = Timeline()
+        self.views: Views | None = None
         self._negotiation: Negotiation | None = None
         self.process_sets: dict[int, tuple[int, ...]] = {}
         self._unnamed: Counter[tuple[str, int]] = Counter()
         if not group.late:
-            self.connect(group.comm)
+            self._connect(group.comm)
 
-    def connect(self, comm: Communicator, check: Callable[[], None] = lambda: None) -> None:
-        """Collective: submit operations to the workers of `comm` from now on. Process sets are those of the group
-        before, and are gone.
+    def begin_view(self, views: Views) -> None:
+        """Collective: connect to the members of the next view. Process sets of the group before are gone."""
+        self.views = views
+        if views.elastic:
+            self._disconnect()  # the group's former communicator is closed as soon as the view is connected
+            self._connect(self.group.connect_in_order(views.view), views.check)
 
-        Args:
-            check: raises `PeerLost` once `comm` is not to be used any more.
-        """
+    def end_view(self) -> None:
+        """The view has ended: operations in flight fail."""
+        if self.views is not None and self.views.elastic:
+            self._disconnect()
+            self.group.disconnect()
+
+    def finish_run(self) -> None:
+        """Collective: all workers have finished; from now on, the loss of one is an error."""
+        self.agree(BARRIER, None)
+        self.group.freeze()
+        if self.views is not None:
+            self.views.finish()
+
+    def _connect(self, comm: Communicator, check: Callable[[], None] = lambda: None) -> None:
         self.rank, self.size, self.process_sets = comm.rank, comm.size, {}
         self._unnamed.clear()
         self._negotiation = Negotiation(comm, self._device, check, self.timeline.batch, self.timeline.finished)
 
-    def disconnect(self) -> None:
-        """Submit nothing more; operations in flight fail."""
+    def _disconnect(self) -> None:
         if self._negotiation is not None:
             self._negotiation.close()
             self._negotiation = None
@@ -114,7 +130,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the others; operations in flight fail."""
-        self.disconnect()
+        self._disconnect()
         self.timeline.stop()
         self.group.close(finished=False)
 
