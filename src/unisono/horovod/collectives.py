@@ -168,9 +168,9 @@ def grouped_allreduce(
             raise InvalidArgument("op", chosen.name, "has no gradient here", "use hvd.Sum or hvd.Average")
         return synchronize(start(gs))  # type: ignore[no-any-return]
 
-    sent, contexts = zip(*(method.compress(x) for x in tensors))
-    received = _differentiable(lambda xs: start(xs, name), gradients, sent)
-    return [method.decompress(x, context) for x, context in zip(received, contexts)]
+    pairs = [method.compress(x) for x in tensors]
+    received = _differentiable(lambda xs: start(xs, name), gradients, [x for x, _ in pairs])
+    return [method.decompress(x, context) for x, (_, context) in zip(received, pairs)]
 
 
 def grouped_allreduce_async_(
@@ -465,9 +465,9 @@ def grouped_reducescatter(
         factor = prescale_factor * postscale_factor * (len(membership(process_set)[1]) if chosen == Sum else 1)
         return grouped_allgather([g * factor for g in gs], process_set=process_set)
 
-    sent, contexts = zip(*(method.compress(x) for x in tensors))
-    received = _differentiable(start, gradients, sent)
-    return [method.decompress(x, context) for x, context in zip(received, contexts)]
+    pairs = [method.compress(x) for x in tensors]
+    received = _differentiable(start, gradients, [x for x, _ in pairs])
+    return [method.decompress(x, context) for x, (_, context) in zip(received, pairs)]
 
 
 # --- what they have in common
