@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from unisono.horovod.reductions import ADDITIVE
 from unisono.horovod.requests import (
     ADD_SET,
+    ADDITIVE,
     ALLREDUCE,
     BARRIER,
     BROADCAST,

@@ -18,8 +18,8 @@ from unisono.horovod.compression import Compression, cast_only
 from unisono.horovod.errors import HorovodInternalError, InvalidArgument
 from unisono.horovod.handle import Handle, Unpack
 from unisono.horovod.process_sets import ProcessSet, global_process_set, membership
-from unisono.horovod.reductions import ADDITIVE, Adasum, Average, ReduceOp, Sum
-from unisono.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, JOIN, REDUCESCATTER
+from unisono.horovod.reductions import Adasum, Average, ReduceOp, Sum
+from unisono.horovod.requests import ADDITIVE, ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, JOIN, REDUCESCATTER
 from unisono.horovod.session import current
 
 _REDUCED = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from unisono.elastic.loop_group import in_order
+from unisono.elastic.state_transfer import Progress
+from unisono.elastic.view_loop import attempts
 from unisono.errors import Left, PeerLost, StateMissing
 from unisono.horovod.collectives import allreduce
 from unisono.horovod.errors import HostsUpdatedInterrupt, WorkersLost
@@ -197,32 +200,49 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        session = current()
+        session, committed = current(), _Committed(state)
         session.group.admit(of_script)
-        views, has_state = session.group.begin(recovers=True), False
-        while views.next_view():
-            try:
+        views = session.group.begin(recovers=True)
+        for attempt in attempts(views, committed, session.watch, session.end_view):
+            with attempt, _losses_of_workers():
                 session.begin_view(views)
-                if has_state:
+                if committed.joined:
                     state.on_reset()
                 state.sync(_source(views.view))
-                has_state = True
-                views.joined(views.view.start.step, "")
-                result = function(state, *args, **kwargs)
+                attempt.joined()
+                try:
+                    result = function(state, *args, **kwargs)
+                except HostsUpdatedInterrupt:
+                    continue
                 session.finish_run()
-            except HostsUpdatedInterrupt:
-                session.end_view()
-                views.end_view("")
-            except (PeerLost, WorkersLost) as error:
-                session.end_view()
-                state.restore()
-                views.end_view("", PeerLost((), "hvd.elastic.run", str(error)))
-            else:
+                attempt.finish()
                 return result
         session.group.finished_by_others()
         raise Left
 
     return wrapper
+
+
+class _Committed:
+    """A `State` as the loop over views goes back to its last commit."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self.progress, self.joined = state, Progress(), False
+
+    def roll_back(self) -> None:
+        self._state.restore()
+
+    def digest(self) -> str:
+        return ""  # workers with the same number of commits have the same state
+
+
+@contextmanager
+def _losses_of_workers() -> Iterator[None]:
+    """Raise `WorkersLost` as the `PeerLost` from which the loop over views recovers."""
+    try:
+        yield
+    except WorkersLost as error:
+        raise PeerLost((), "hvd.elastic.run", str(error)) from error
 
 
 def _state_of(value: Any) -> Any:

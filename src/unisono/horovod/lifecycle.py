@@ -43,8 +43,8 @@ def init(
     if comm is not None and sorted(comm) not in ([], list(range(identity.size))):
         raise InvalidArgument("comm", list(comm), f"is not the ranks of all {identity.size} workers",
                               "leave it out, and use hvd.add_process_set for a part of them")  # fmt: skip
-    group, where, _ = join_group(device, communicator, 0, timeout_seconds)
-    sessions.begin(Session(identity, group, where))
+    group, where, watch = join_group(device, communicator, 0, timeout_seconds)
+    sessions.begin(Session(identity, group, where, watch))
     atexit.register(shutdown)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from unisono.compress import Span
 from unisono.horovod.groups import Group, Steps
+from unisono.horovod.requests import ADDITIVE
 from unisono.sync.adasum import combined
 
 
@@ -31,8 +32,6 @@ class ReduceOp(IntEnum):
 
 Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
-ADDITIVE = (Average.name, Sum.name)
-"""Operators for which a worker without a tensor contributes zeros."""
 _COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(ADDITIVE, torch.add),
     Min.name: torch.minimum,

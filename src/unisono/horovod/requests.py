@@ -13,6 +13,8 @@ from torch import Tensor
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER, BARRIER, JOIN = "alltoall", "reducescatter", "barrier", "join"
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+ADDITIVE = ("Average", "Sum")
+"""The operators for which a worker without a tensor contributes zeros."""
 EVERYBODY = 0
 """The number of the process set that all workers belong to."""
 Key = tuple[int, str]

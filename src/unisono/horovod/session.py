@@ -19,6 +19,7 @@ from unisono.horovod.negotiation import Negotiation
 from unisono.horovod.requests import BARRIER, EVERYBODY, Request
 from unisono.horovod.timeline import Timeline
 from unisono.launch import WorkerIdentity
+from unisono.observe import ThreadTracker
 
 _LONGEST_NAME = 1000
 
@@ -32,6 +33,7 @@ class Session:
         identity: of this worker.
         group: the workers; closed with the session.
         device: where this worker computes.
+        watch: records the activity of this worker.
 
     Attributes:
         rank, size: of this worker, and of the group.
@@ -40,8 +42,8 @@ class Session:
         views: of an elastic run, once `elastic.run` has begun.
     """
 
-    def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device) -> None:
-        self.identity, self.group, self._device = identity, group, device
+    def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
+        self.identity, self.group, self._device, self.watch = identity, group, device, watch
         self.rank, self.size = group.rank, group.size
         self.timeline = Timeline()
         self.views: Views | None = None
@@ -68,8 +70,6 @@ class Session:
         """Collective: all workers have finished; from now on, the loss of one is an error."""
         self.agree(BARRIER, None)
         self.group.freeze()
-        if self.views is not None:
-            self.views.finish()
 
     def _connect(self, comm: Communicator, check: Callable[[], None] = lambda: None) -> None:
         self.rank, self.size, self.process_sets = comm.rank, comm.size, {}
