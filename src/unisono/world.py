@@ -69,6 +69,17 @@ def join(
             the script that it imports has no ``if __name__ == "__main__":`` around this call.
         PeerLost: other workers did not connect within `timeout_seconds`.
     """
+    return World(*join_group(device, communicator, threads, timeout_seconds))
+
+
+def join_group(
+    device: str, communicator: str, threads: int, timeout_seconds: float
+) -> tuple[LoopGroup, torch.device, ThreadTracker]:
+    """Collective: the workers, as an interface uses them that has a loop of its own; arguments and errors of `join`.
+
+    Returns:
+        The group, where this worker computes, and what records its activity.
+    """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
     who = claim_identity()
     where = choose_device(asked["device"], who.local_rank)
@@ -86,8 +97,8 @@ def join(
         timeout_seconds=seconds,
     )
     if elastic is not None:
-        return World(ElasticLoopGroup(elastic, where, watch, kind, seconds, connect_all), where, watch)
-    return World(LoopGroup(who, connect_all(), watch, Watchdog(watch, STUCK_IN)), where, watch)
+        return ElasticLoopGroup(elastic, where, watch, kind, seconds, connect_all), where, watch
+    return LoopGroup(who, connect_all(), watch, Watchdog(watch, STUCK_IN)), where, watch
 
 
 class World:

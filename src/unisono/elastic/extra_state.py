@@ -105,6 +105,7 @@ class _Groups:
 
 _GROUPS = "optimizer groups"
 _LEFT_OUT = ("params", "param_names")
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def to_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -137,17 +138,21 @@ def _to_plain(value: Any, tensors: list[Tensor], where: str) -> Any:
             kind,
             *([_to_plain(k, tensors, where), _to_plain(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()),
         ]
-    if isinstance(value, list | tuple):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return [kind, *(_to_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
-    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "register numbers, strings, "
-                       "tensors, and lists and dictionaries of them")  # fmt: skip
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, list | tuple | set | frozenset):
+        base = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return [base.__name__, *(_to_plain(each, tensors, f"{where}[{i}]") for i, each in enumerate(value))]
+    raise InvalidInput(where, type(value).__name__, "it cannot be sent to another worker", "use numbers, strings, "
+                       "bytes, tensors, and lists, tuples, sets and dictionaries of them")  # fmt: skip
 
 
 def _from_plain(plain: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(plain, list):
         return plain
     kind, *items = plain
+    if kind == "bytes":
+        return bytes.fromhex(items[0])
     if kind == "tensor":
         return tensors[f"{name}/{items[0]}"].clone()
     if kind in ("dict", "counter"):
@@ -155,5 +160,4 @@ def _from_plain(plain: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
             (_from_plain(k, name, tensors), _from_plain(v, name, tensors)) for k, v in items
         ]
         return Counter(dict(pairs)) if kind == "counter" else dict(pairs)
-    values = [_from_plain(each, name, tensors) for each in items]
-    return tuple(values) if kind == "tuple" else values
+    return _SEQUENCES[kind](_from_plain(each, name, tensors) for each in items)

@@ -83,7 +83,11 @@ class LoopGroup:
         return self.session
 
     def connect(self, view: View) -> Communicator:
-        """Collective: connect the members of `view`."""
+        """Collective: connect the members of `view`, in its order."""
+        return self.comm
+
+    def connect_in_order(self, view: View) -> Communicator:
+        """Collective: connect the members of `view`; their ranks are those of the loop."""
         return self.comm
 
     def disconnect(self) -> None:
@@ -173,9 +177,17 @@ class ElasticLoopGroup(LoopGroup):
     def connect(self, view: View) -> Communicator:
         if not isinstance(self.session, ElasticSession):
             return super().connect(view)
-        members, me = view.members, view.members[self.session.rank]
-        self.rank, self.size = in_order(members).index(me), len(members)
-        comm = self._use(self.session.rendezvous(self._device).connect(range(self.size)))
+        return self._connect(self.session, range(len(view.members)))
+
+    def connect_in_order(self, view: View) -> Communicator:
+        if not isinstance(self.session, ElasticSession):
+            return super().connect_in_order(view)
+        return self._connect(self.session, [view.members.index(name) for name in in_order(view.members)])
+
+    def _connect(self, session: ElasticSession, ranks: Sequence[int]) -> Communicator:
+        members = session.view.members
+        self.rank, self.size = in_order(members).index(members[session.rank]), len(members)
+        comm = self._use(session.rendezvous(self._device).connect(ranks))
         if self._former is not None:
             self._former.close()
             self._former = None

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from unisono.elastic.session import Session
-from unisono.elastic.training_state import TrainingState
+from unisono.elastic.state_transfer import Progress
 from unisono.errors import CommunicationError, PeerLost
 from unisono.observe import ActivityTracker
 from unisono.observe.activity import Phase
@@ -21,8 +21,26 @@ from unisono.observe.activity import Phase
 T = TypeVar("T")
 
 
+class Restorable(Protocol):
+    """What a loop over views needs of the state that is trained; `TrainingState` is one.
+
+    Attributes:
+        progress: the steps that it holds.
+        joined: whether this is a state of the run.
+    """
+
+    progress: Progress
+    joined: bool
+
+    def roll_back(self) -> None:
+        """Go back to the last commit."""
+
+    def digest(self) -> str:
+        """The digest of the state."""
+
+
 def attempts(
-    session: Session, state: TrainingState, tracker: ActivityTracker, release: Callable[[], None] = lambda: None
+    session: Session, state: Restorable, tracker: ActivityTracker, release: Callable[[], None] = lambda: None
 ) -> Iterator[Attempt]:
     """One `Attempt` per view, until the run is finished or this worker has left it.
 
@@ -45,7 +63,7 @@ class Attempt:
     """
 
     def __init__(
-        self, session: Session, state: TrainingState, tracker: ActivityTracker, release: Callable[[], None]
+        self, session: Session, state: Restorable, tracker: ActivityTracker, release: Callable[[], None]
     ) -> None:
         self._session, self._state, self._tracker, self._release = session, state, tracker, release
         self._error: CommunicationError | None = None

@@ -1,0 +1,176 @@
+"""What `init` creates and `shutdown` ends: this worker's connection to the others, which takes its operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.elastic.loop_group import LoopGroup
+from unisono.elastic.session import Session as Views
+from unisono.errors import UnisonoError
+from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.handle import Handle, Unpack
+from unisono.horovod.negotiation import Negotiation
+from unisono.horovod.requests import BARRIER, EVERYBODY, Request
+from unisono.horovod.timeline import Timeline
+from unisono.launch import WorkerIdentity
+from unisono.observe import ThreadTracker
+
+_LONGEST_NAME = 1000
+
+
+class Session:
+    """This worker among the others, from `init` to `shutdown`.
+
+    Collective: all workers make one. A worker that joins a run in progress is connected later, by `elastic.run`.
+
+    Args:
+        identity: of this worker.
+        group: the workers; closed with the session.
+        device: where this worker computes.
+        watch: records the activity of this worker.
+
+    Attributes:
+        rank, size: of this worker, and of the group.
+        process_sets: ranks by number, of those that were added.
+        timeline: of the operations.
+        views: of an elastic run, once `elastic.run` has begun.
+    """
+
+    def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
+        self.identity, self.group, self._device, self.watch = identity, group, device, watch
+        self.rank, self.size = group.rank, group.size
+        self.timeline = Timeline()
+        self.views: Views | None = None
+        self._negotiation: Negotiation | None = None
+        self.process_sets: dict[int, tuple[int, ...]] = {}
+        self._unnamed: Counter[tuple[str, int]] = Counter()
+        if not group.late:
+            self._connect(group.comm)
+
+    def begin_view(self, views: Views) -> None:
+        """Collective: connect to the members of the next view. Process sets of the group before are gone."""
+        self.views = views
+        if views.elastic:
+            self._disconnect()  # the group's former communicator is closed as soon as the view is connected
+            self._connect(self.group.connect_in_order(views.view), views.check)
+
+    def end_view(self) -> None:
+        """The view has ended: operations in flight fail."""
+        if self.views is not None and self.views.elastic:
+            self._disconnect()
+            self.group.disconnect()
+
+    def finish_run(self) -> None:
+        """Collective: all workers have finished; from now on, the loss of one is an error."""
+        self.agree(BARRIER, None)
+        self.group.freeze()
+
+    def _connect(self, comm: Communicator, check: Callable[[], None] = lambda: None) -> None:
+        self.rank, self.size, self.process_sets = comm.rank, comm.size, {}
+        self._unnamed.clear()
+        self._negotiation = Negotiation(comm, self._device, check, self.timeline.batch, self.timeline.finished)
+
+    def _disconnect(self) -> None:
+        if self._negotiation is not None:
+            self._negotiation.close()
+            self._negotiation = None
+
+    def submit(
+        self,
+        verb: str,
+        tensors: Sequence[Tensor],
+        unpack: Unpack,
+        *,
+        name: str | None,
+        members: int = EVERYBODY,
+        outputs: Sequence[Tensor] | None = None,
+        **fields: Any,
+    ) -> Handle:
+        """Submit an operation.
+
+        Args:
+            tensors: contiguous, of one dtype and kind of device.
+            name: of the operation; None: the next number of its verb and process set.
+            fields: further fields of the `Request`.
+
+        Raises:
+            InvalidArgument: an operation of that name is in flight.
+            HorovodInternalError: a worker is lost or has shut down.
+        """
+        if name is None:
+            name = f"noname.{self._unnamed[verb, members]}"
+            self._unnamed[verb, members] += 1
+        if len(name) > _LONGEST_NAME:
+            raise InvalidArgument("name", f"{name[:40]}…", f"more than {_LONGEST_NAME} characters", "shorten it")
+        if tensors:
+            fields["dtype"] = str(tensors[0].dtype).removeprefix("torch.")
+            fields["shapes"] = tuple(tuple(x.shape) for x in tensors)
+            fields["device"] = tensors[0].device.type
+        request = Request(f"{verb}.{name}", verb, members, **fields)
+        return self._connected().submit(Handle(request, tensors, outputs, unpack))
+
+    def agree(self, verb: str, name: str | None, members: int = EVERYBODY, numbers: tuple[int, ...] = ()) -> int:
+        """Collective: submit what has no tensors, wait for it, and return the number that was agreed on."""
+        handle = self.submit(verb, (), lambda outputs: int(outputs[0]), name=name, members=members, numbers=numbers)
+        return int(self.wait(handle))
+
+    def wait(self, handle: Handle) -> Any:
+        """The result of `handle`. Raises `HorovodInternalError`."""
+        return handle.result() if handle.poll() else self._connected().wait(handle)
+
+    def begin_names(self) -> None:
+        """All workers are at the same point: operations without a name are numbered from here."""
+        self._unnamed.clear()
+
+    def close(self) -> None:
+        """Leave the others; operations in flight fail."""
+        self._disconnect()
+        self.timeline.stop()
+        self.group.close(finished=False)
+
+    def _connected(self) -> Negotiation:
+        if self._negotiation is None:
+            raise UnisonoError(
+                "the other workers are inside hvd.elastic.run already: leave out collective operations before it"
+            )
+        return self._negotiation
+
+
+class _Current:
+    """The session of this process. Horovod's functions take none, so a process has one at a time."""
+
+    session: Session | None = None
+
+
+def begin(session: Session) -> None:
+    """Make `session` that of this process."""
+    _Current.session = session
+
+
+def end() -> None:
+    """Close the session of this process, if it has one."""
+    ended, _Current.session = _Current.session, None
+    if ended is not None:
+        ended.close()
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not called after it."""
+    return _Current.session is not None
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    if _Current.session is None:
+        raise InvalidArgument("hvd", "not initialized", "no call of hvd.init() came before", "call it first")
+    return _Current.session
