@@ -729,8 +729,8 @@ def stepping(world: World, **options) -> None:
      (partial(bound, backward_passes=0), "backward_passes = 0: below 1; use 1 or more"),
      (partial(bound, backward_passes=1.5), "backward_passes = 1.5: not a whole number"),
      (partial(bound, overlap=1), "overlap = 1: not true or false"),
-     (scheduler_as_optimizer, r"bind = StepLR: neither a torch\.nn\.Module nor a torch\.optim\.Optimizer; write world\.bind\(model, "
-      r"optimizer\), and world\.register_state\(\"scheduler\", scheduler\)"),
+     (scheduler_as_optimizer, r"bind = StepLR: neither a torch\.nn\.Module nor a torch\.optim\.Optimizer; write "
+      r"world\.bind\(model, optimizer\), and world\.register_state\(\"scheduler\", scheduler\)"),
      (closing, "optimizer = LBFGS: its step runs the model several times, through closure, which workers cannot"),
      (two_models, "bind = 2 new models and 0 optimizers: LocalSGD.* bind one of each in a call"),
      (other_options, "bind = LoopOptions.*: an earlier call was given .*; give all calls the same"),
