@@ -96,40 +96,43 @@ def global_indices(samples: int, step: int) -> Tensor:
 class MicroBatches(Environment):
     """Plain torch in one process that accumulates the mean gradient over micro-batches.
 
-    It is the meaning of `World.steps` in its simplest form.
+    It is the meaning of `World.steps` in its simplest form. Each micro-batch of a pass starts from the same buffers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._parameters: list[nn.Parameter] = []
+        self._models = nn.ModuleList()
 
     def bind(self, *things: Any) -> tuple[Any, ...]:
-        for model in things:
-            if isinstance(model, nn.Module):
-                self._parameters += [p for p in model.parameters() if all(p is not known for known in self._parameters)]
+        self._models.extend(thing for thing in things if isinstance(thing, nn.Module))
         return things
 
     def batches(self, data: TensorDataset, steps: int, keep: Sequence[int] = ()) -> Iterator[Batch]:
         for step in range(steps):
             chosen = global_indices(len(data), step).split(MICRO_BATCH)
-            yield _MeanOfPasses([[column[part] for column in data.tensors] for part in chosen], self._parameters)
+            yield _MeanOfPasses([[column[part] for column in data.tensors] for part in chosen], self._models)
 
 
 class _MeanOfPasses(RepeatedBatch):
     """Micro-batches after whose last one gradients have grown by the mean, and not by the sum."""
 
-    def __init__(self, micro_batches: Sequence[Sequence[Tensor]], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, micro_batches: Sequence[Sequence[Tensor]], models: nn.ModuleList) -> None:
         super().__init__(micro_batches)
-        self._parameters = parameters
+        self._models = models
 
     def __iter__(self) -> Iterator[Sequence[Tensor]]:
-        before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-        yield from super().__iter__()
-        for parameter, first in zip(self._parameters, before, strict=True):
+        parameters = list(self._models.parameters())
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        buffers = [(buffer, buffer.clone()) for buffer in self._models.buffers()]
+        for micro_batch in super().__iter__():
+            for buffer, first in buffers:
+                buffer.copy_(first)
+            yield micro_batch
+        for parameter, start in zip(parameters, before, strict=True):
             if parameter.grad is not None:
-                added = parameter.grad if first is None else parameter.grad - first
+                added = parameter.grad if start is None else parameter.grad - start
                 mean = added / len(self._micro_batches)
-                parameter.grad = (mean if first is None else first + mean).to(parameter.dtype)
+                parameter.grad = (mean if start is None else start + mean).to(parameter.dtype)
 
 
 class OwnSlices(Environment):
