@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="leave out cases that take seconds")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}  # of workers
     logging.getLogger("unisono").setLevel(logging.ERROR)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong, began = 0, time.monotonic()

@@ -477,7 +477,7 @@ def features_from_a_hook(env: Environment) -> Numbers:
     return train(env, model, optimizer, loss_of=loss_of)
 
 
-@case(own=EITHER, steps=EITHER, why="within backward, the mean over workers is not there yet")
+@case(own=EITHER, steps=ABSENT, why="within backward, the mean over workers is not there yet")
 def step_inside_backward(env: Environment) -> Numbers:
     """Each parameter has an optimizer of its own, whose step a hook takes during backward."""
     model = net()

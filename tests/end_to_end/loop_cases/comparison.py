@@ -29,10 +29,10 @@ from unisono.comm import Communicator, connect, outcomes
 from unisono.errors import CommunicationError, UnisonoError
 
 FORMS = ("own", "steps")
-CONNECT_SECONDS = 20.0
+CONNECT_SECONDS = 10.0
 """How long a worker of a process group waits for another one."""
 
-CASE_SECONDS, SLOW_CASE_SECONDS = 45.0, 240.0
+CASE_SECONDS, SLOW_CASE_SECONDS = 30.0, 240.0
 
 
 class Kind(Enum):
@@ -111,12 +111,19 @@ def in_processes(case: Case, way: str, size: int, directory: Path) -> Verdict:
     `directory` is empty, and used for the rendezvous.
     """
     seconds = SLOW_CASE_SECONDS if case.slow else CASE_SECONDS
+    with processes.start(size, _work, case.name, way, str(directory), timeout_seconds=seconds) as workers:
+        ends = [_end(workers, rank, size) for rank in range(size)]
+    return _judge(in_plain_torch(case, "own" if way == "ddp" else way, size), ends, case.tolerance)
+
+
+def _end(workers: processes.Workers, rank: int, size: int) -> Numbers | Verdict:
+    """What `rank` came to."""
     try:
-        ends = processes.run(size, _work, case.name, way, str(directory), timeout_seconds=seconds)
+        found: Numbers | Verdict = workers.results(lost=set(range(size)) - {rank})[rank]
     except processes.ChildFailed as failed:
         hangs = "still run after" in str(failed)
         return Verdict(Kind.HANG if hangs else Kind.CRASHED, str(failed).splitlines()[0])
-    return _judge(in_plain_torch(case, "own" if way == "ddp" else way, size), ends, case.tolerance)
+    return found
 
 
 def _work(rank: int, size: int, name: str, way: str, directory: str) -> Numbers | Verdict:
@@ -167,7 +174,7 @@ def _failure(error: BaseException) -> Verdict:
 def _judge(expected: Numbers, ends: Sequence[Numbers | Verdict], tolerance: float) -> Verdict:
     """The verdict on what all workers came to: the gravest failure, and else the largest difference."""
     failures = [each for each in ends if isinstance(each, Verdict)]
-    for kind in (Kind.CRASHED, Kind.REFUSED, Kind.HANG, Kind.LOST):
+    for kind in (Kind.CRASHED, Kind.HANG, Kind.REFUSED, Kind.LOST):
         if chosen := [each for each in failures if each.kind is kind]:
             return chosen[0]
     far = [difference(expected, each) for each in ends if not isinstance(each, Verdict)]

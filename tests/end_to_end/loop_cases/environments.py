@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from unisono import World
@@ -105,6 +106,8 @@ class MicroBatches(Environment):
 
     def bind(self, *things: Any) -> tuple[Any, ...]:
         self._models.extend(thing for thing in things if isinstance(thing, nn.Module))
+        optimizers = (thing for thing in things if isinstance(thing, Optimizer))
+        self._models.extend(nn.ParameterList(g["params"]) for o in optimizers for g in o.param_groups)
         return things
 
     def batches(self, data: TensorDataset, steps: int, keep: Sequence[int] = ()) -> Iterator[Batch]:
@@ -194,6 +197,9 @@ class WrappedModel(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.module[place]  # type: ignore[index]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -71,7 +71,7 @@ for _name, _make in OPTIMIZERS.items():
     add(Case(f"optimizer_{_name}", partial(_with, _make)))
 
 
-@case(tolerance=1e-2)
+@case(tolerance=1e-3)
 def optimizer_muon(env: Environment) -> Numbers:
     """Muon for matrices, in bfloat16 inside, and AdamW for the rest."""
     model = net(5, 8, 8, 1)

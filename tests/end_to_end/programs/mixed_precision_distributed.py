@@ -32,7 +32,7 @@ net = nn.Sequential(
     nn.Conv2d(1, 8, 3, padding=1), ResidualBlock(8), nn.MaxPool2d(2), ResidualBlock(8),
     nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10),
 )  # fmt: skip
-opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
 net, opt = world.bind(net, opt)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
 loss_fn = nn.CrossEntropyLoss()

@@ -8,7 +8,7 @@ from torch import nn
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1111)
 
-bptt, batch_size, epochs, clip = 8, 8, 3, 0.25
+bptt, batch_size, epochs, clip = 8, 8, 6, 0.5
 subjects, verbs, objects = (
     ["the cat", "a dog", "my friend", "the old man"],
     ["sees", "likes", "finds"],
@@ -31,7 +31,7 @@ class RNNModel(nn.Module):
         self.encoder = nn.Embedding(ntoken, ninp)
         self.rnn = nn.LSTM(ninp, nhid, num_layers=2)
         self.decoder = nn.Linear(nhid, ntoken)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.uniform_(self.encoder.weight, -0.5, 0.5)
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens, hidden):
@@ -50,7 +50,7 @@ def get_batch(source, i):
 
 train_data, val_data = batchify(ids[:1000], batch_size), batchify(ids[1000:], 4)
 model = RNNModel(len(vocabulary), 16, 24)
-optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
 criterion = nn.CrossEntropyLoss()
 best = None
 

@@ -11,7 +11,7 @@ torch.set_default_dtype(torch.float64)
 world = unisono.join()
 torch.manual_seed(1111)
 
-bptt, batch_size, epochs, clip = 8, 8, 3, 0.25
+bptt, batch_size, epochs, clip = 8, 8, 6, 0.5
 subjects, verbs, objects = (
     ["the cat", "a dog", "my friend", "the old man"],
     ["sees", "likes", "finds"],
@@ -34,7 +34,7 @@ class RNNModel(nn.Module):
         self.encoder = nn.Embedding(ntoken, ninp)
         self.rnn = nn.LSTM(ninp, nhid, num_layers=2)
         self.decoder = nn.Linear(nhid, ntoken)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.uniform_(self.encoder.weight, -0.5, 0.5)
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens, hidden):
@@ -54,7 +54,7 @@ def get_batch(source, i):
 train_data, val_data = batchify(ids[:1000], batch_size), batchify(ids[1000:], 4)
 train_data = train_data[:, world.rank :: world.size]
 model = RNNModel(len(vocabulary), 16, 24)
-optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
 model, optimizer = world.bind(model, optimizer)
 criterion = nn.CrossEntropyLoss()
 best = None
