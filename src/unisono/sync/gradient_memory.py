@@ -58,7 +58,7 @@ class _Flat:
         """Copy ``scale * mean`` here, and return the views. Memory that a user still refers to is not used again."""
         if not self._views or self._is_shared():
             self._flat = torch.empty_like(mean)
-            self._views = views(self._flat, self._plan.spans)
+            self._views = [_without_base(view) for view in views(self._flat, self._plan.spans)]
         torch.mul(mean, scale, out=self._flat) if scale != 1.0 else self._flat.copy_(mean)
         return self._views
 
@@ -66,3 +66,10 @@ class _Flat:
         """Whether anything but this object refers to the memory."""
         tensors = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
         return tensors > len(self._views) + 2 or any(sys.getrefcount(view) > _OWN_REFERENCES for view in self._views)
+
+
+def _without_base(view: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view for autograd, so that users may detach it in place."""
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
+    )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
@@ -81,6 +82,7 @@ class CustomLoop:
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
         self._flags: Communicator | None = None  # where workers may run out of data at different times
+        self._any_step = register_optimizer_step_pre_hook(self._before_any_step)
         self._had_data = 0  # a rank that was among the last to have data
         self._known = set[int]()  # the identities of tensors that all workers have alike
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
@@ -99,6 +101,7 @@ class CustomLoop:
         known = [model.local.model for model in self.models]
         new = [module for module in modules if not any(module is each for each in known)]
         check_loop(known + new, new, [each.optimizer for each in self.optimizers], optimizers, options.sync)
+        self._release_replaced()
         self._agree([*known, *new], optimizers)
         for module in new:
             own = optimizers[0] if len(optimizers) == 1 else self.state.optimizer
@@ -119,6 +122,13 @@ class CustomLoop:
             self._first_forward += before_forward(every, self._before_forward)
             for model in self.models if not self._alone else ():
                 model.attach()
+
+    def _release_replaced(self) -> None:
+        """An optimizer with a parameter that is in none of the models any more is not bound any more."""
+        every = {id(p) for model in self.models for p in model.local.model.parameters()}
+        for optimizer in [each for each in self.optimizers if any(id(p) not in every for p in each.parameters)]:
+            optimizer.restore()
+            self.optimizers.remove(optimizer)
 
     def _agree(self, modules: Sequence[nn.Module], new_optimizers: Sequence[Optimizer]) -> None:
         """Collective: the modules and optimizers that are new start from what worker 0 has."""
@@ -195,8 +205,23 @@ class CustomLoop:
         """Whether autograd's own gradients are the mean: there is no other worker, and nothing to round."""
         return not self.planned and self.group.size == 1 and all(model.lossless for model in self.models)
 
+    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before the step of any optimizer of this process: refuse one that would train a model by gradients or steps
+        of this worker alone."""
+        if any(optimizer is each.optimizer for each in self.optimizers):
+            return
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        known = {id(p) for model in self.models for p in model.parameters.values()}
+        within = {id(p) for model in self.models for p in model.local.model.parameters()}
+        if mine & within - known or (mine & known and not isinstance(self._options.sync, AllReduce)):
+            raise UnisonoError(
+                f"an optimizer ({type(optimizer).__name__}) steps parameters of a bound model that are not bound: call "
+                "model, optimizer = world.bind(model, optimizer) when you make it"
+            )
+
     def release(self) -> None:
         """Give models and optimizers back as they were."""
+        self._any_step.remove()
         for hook in self._thaw_hooks:
             hook.remove()
         self._end_first_forward()

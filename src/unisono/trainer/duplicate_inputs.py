@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.tensors.batch import tensors
-from unisono.trainer.model_hooks import Attached
+from unisono.trainer.model_hooks import Attached, in_transform
 
 LOG = logging.getLogger("unisono")
 _PASSES = 3
@@ -65,7 +65,7 @@ class SameInputs:
             self._hook.remove()
 
     def _add_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if not (model.training and torch.is_grad_enabled()) or in_transform():
             return
         inputs = list(islice(tensors((args, kwargs)), _MAX_TENSORS))
         for tensor in inputs:

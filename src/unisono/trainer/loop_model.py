@@ -367,6 +367,11 @@ class LoopModel:
             return
         gradient = self.local.take(name)
         assert gradient is not None
+        if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            raise UnisonoError(
+                f"{name}: a hook of register_post_accumulate_grad_hook would see the gradient of this worker's data "
+                "alone: read gradients and step optimizers after backward()"
+            )
         if gradient.requires_grad:
             raise UnisonoError(
                 f"{name}: backward(create_graph=True) leaves gradients with a graph, which the average over workers "

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import jit, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,12 @@ class Attached:
 def before_forward(
     modules: Iterable[nn.Module], act: Callable[[], Any], *, prepend: bool = False
 ) -> list[RemovableHandle]:
-    """Call `act` before each forward pass of `modules`, except those that accept no hooks."""
+    """Call `act` before each forward pass of `modules`, but not in a transform, nor of those that accept no hooks."""
     hookable = [module for module in modules if not isinstance(module, jit.ScriptModule)]
-    return [module.register_forward_pre_hook(Attached(lambda *_: act()), prepend=prepend) for module in hookable]
+    hook = Attached(lambda *_: None if in_transform() else act())
+    return [module.register_forward_pre_hook(hook, prepend=prepend) for module in hookable]
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``, whose tensors have no memory."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
