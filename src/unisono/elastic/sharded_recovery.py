@@ -31,7 +31,8 @@ class _ViewState:
     Args:
         version: the version of the state from which the view started.
         replica: see `StateShard`.
-        copies: the memory checkpoints of this worker's shard, and of the rank whose buddy it is; None: there are none.
+        copies: the memory checkpoints of this worker's shard, and of the shard of the rank whose buddy this worker is;
+            None: there are no memory checkpoints.
         due: the step after which the next memory checkpoint is taken.
         taken_at, since: the step and the time of the previous memory checkpoint.
     """

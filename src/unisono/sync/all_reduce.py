@@ -24,7 +24,7 @@ from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
 @dataclass(frozen=True)
 class AllReduce:
-    """All-reduces the mean gradient in buckets. Each is sent when it is full, in an order that all workers share.
+    """All-reduces the mean gradient in buckets, which are sent as they fill, in an order that all workers share.
 
     Args:
         bucket_bytes: the least size of a bucket; larger buckets have less overhead, smaller ones overlap more.

@@ -49,9 +49,9 @@ class Gossip:
         asynchronous: whether a worker mixes with one neighbour, drawn in each step, without waiting for it (see
             `async_gossip`). Work is then leased, so that a faster worker computes more.
         push_sum: whether a scalar weight is mixed too; None: only if the topology is directed.
-        synchronize_every: steps from one exchange of control words to the next. Only in such an exchange workers learn
-            of each other's losses and requests to stop, and checkpoints are taken. With `asynchronous`: the steps from
-            one synchronization to the next in elastic runs; no effect in others.
+        synchronize_every: the number of steps from one exchange of control words to the next. Only after an exchange,
+            workers know each other's losses and requests to stop, and checkpoints are taken. With `asynchronous`: the
+            number of steps from one synchronization to the next in elastic runs; no effect in others.
         seed: the seed with which `asynchronous` draws neighbours.
 
     With a lossy compressor, a worker has two more copies of the weights per neighbour; with `asynchronous`, four.

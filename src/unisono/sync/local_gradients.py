@@ -17,8 +17,8 @@ from unisono.sync.synchronizer import BoundSynchronizer
 class LocalGradients(BoundSynchronizer):
     """The synchronizer of a replica that takes local steps.
 
-    Either the caller weights the losses before backward, so that autograd accumulates the mean gradient. Or the caller
-    offers gradients, and this class accumulates them.
+    The caller either weights the losses before backward, so that autograd accumulates the mean gradient, or offers
+    gradients, which this class accumulates.
     """
 
     local_gradients = True

@@ -100,7 +100,7 @@ class BoundSynchronizer(ABC):
 
         Args:
             control: this worker's control word, of length `Loop.control`. It is sent with the next exchange, in which
-                the words of all workers are summed. An element of the sum is exact if at most one worker's is not 0.
+                the words of all workers are summed. A number of the sum is exact if all workers but one have sent 0.
             weight: the sum of the weights of this worker's micro-batches in the step, on the scale of `Loop.reference`.
         """
 

@@ -28,7 +28,7 @@ from unisono.sync.server.slice_state import MessageRefused, Push, ServerSlice, S
 from unisono.sync.server.weight_deltas import saves_bytes
 
 Reply = Callable[[ActorMessage, ServerSlice | None], None]
-"""Answers a message. If a slice is given, the answer's tensors are its weights, which must not change meanwhile."""
+"""Answers a message. If a slice is given, its weights are in the answer, and must not change while that is read."""
 
 WORKERS_LOST = "gone"
 """The kind of an answer that names lost workers, without which the request cannot be answered."""

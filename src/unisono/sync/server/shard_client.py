@@ -15,7 +15,7 @@ from unisono.sync.server.shard import WORKERS_LOST
 
 
 class ShardCall:
-    """A request to the server of a shard. If that is lost, the request is sent again to the server of the copy."""
+    """A request to the server of a shard. If the server is lost, the request is sent to the server of the copy."""
 
     def __init__(self, to: ShardClient, message: ActorMessage) -> None:
         self._to, self.message = to, message
@@ -47,7 +47,7 @@ class ShardCall:
                 answer = self._work.wait()
                 if answer.kind != MOVED.kind:
                     break
-                self._to.fail_over(self._sent_to, PeerLost((), self.message.kind, "another server has replaced it"))
+                self._to.fail_over(self._sent_to, PeerLost((), self.message.kind, "another server has the shard now"))
             except PeerLost as error:
                 self._to.fail_over(self._sent_to, error)
         if answer.kind == WORKERS_LOST:

@@ -18,7 +18,8 @@ ELEMENTWISE: dict[str, type[Optimizer]] = {
                 torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta)
 }  # fmt: skip
 """Elementwise optimizers, which can step a piece of a parameter without the rest."""
-_DEVICE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False}  # not as on the worker's device
+# Options that a worker chooses for its device, with their values on a server.
+_DEVICE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False}
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 # Servers compute on the CPU, where torch's fused SGD does not update most numbers of half precision (2.13).
 _FUSED_DTYPES = (torch.float32, torch.float64)
