@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,22 +76,31 @@ def local_rank() -> int:
 
 def local_size() -> int:
     """The number of workers on this host."""
-    return current().identity.local_size
+    return current().hosts.count(_own_host())
 
 
 def cross_rank() -> int:
     """The number of this worker's host, among those that have a worker with its `local_rank`."""
-    return rank() // local_size()
+    return _hosts_with_local_rank().index(_own_host())
 
 
 def cross_size() -> int:
     """The number of hosts that have a worker with this one's `local_rank`."""
-    return -(-(size() - local_rank()) // local_size())
+    return len(_hosts_with_local_rank())
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of workers."""
-    return size() % local_size() == 0
+    return len(set(Counter(current().hosts).values())) == 1
+
+
+def _own_host() -> str:
+    return current().hosts[rank()]
+
+
+def _hosts_with_local_rank() -> list[str]:
+    workers = Counter(current().hosts)
+    return [host for host in workers if host == _own_host() or workers[host] > local_rank()]
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

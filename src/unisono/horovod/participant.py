@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator
-from unisono.elastic.loop_group import LoopGroup
+from unisono.comm import Communicator, in_blocks
+from unisono.elastic.loop_group import LoopGroup, in_order
 from unisono.elastic.session import Session
 from unisono.errors import UnisonoError
 from unisono.horovod.errors import InvalidArgument
@@ -37,6 +37,7 @@ class Participant:
 
     Attributes:
         rank, size: of this worker, and of the group.
+        hosts: of the workers, by rank.
         process_sets: ranks by number, of those that were added.
         timeline: of the operations.
         views: of an elastic run, once `elastic.run` has begun.
@@ -44,7 +45,7 @@ class Participant:
 
     def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
         self.identity, self.group, self._device, self.watch = identity, group, device, watch
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.hosts = group.rank, group.size, in_blocks(group.size, identity.local_size)
         self.timeline = Timeline()
         self.views: Session | None = None
         self._negotiation: Negotiation | None = None
@@ -59,6 +60,8 @@ class Participant:
         if views.elastic:
             self._disconnect()  # the group's former communicator is closed as soon as the view is connected
             self._connect(self.group.connect_in_order(views.view), views.check)
+            host_of = {name: place.host for name, place in zip(views.view.members, views.view.addresses)}
+            self.hosts = [host_of[name] for name in in_order(views.view.members)]
 
     def end_view(self) -> None:
         """The view has ended: operations in flight fail."""
