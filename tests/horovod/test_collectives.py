@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.horovod.workers import initialized, over
 from tests.support.processes import start
 from unisono import TopK
 from unisono.errors import InvalidInput
+from unisono.horovod import lifecycle, negotiation
 
 
 def mine(shape: tuple[int, ...] = (3, 2), rank: int | None = None) -> torch.Tensor:
@@ -345,3 +348,48 @@ def test_the_loss_of_a_worker_is_an_error(communicator: str, tmp_path: Path) -> 
     with start(3, initialized, f"file://{tmp_path}", communicator, wait_for_a_lost_worker) as workers:
         first, _, third = workers.results(lost={1})
     assert "worker 1" in first + third
+
+
+def test_hosts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven workers on three hosts, of which the last has one."""
+    facts = []
+    for rank, local_rank in enumerate([0, 1, 2, 0, 1, 2, 0]):
+        identity = SimpleNamespace(local_rank=local_rank)
+        worker = SimpleNamespace(rank=rank, size=7, identity=identity, hosts=[*"aaabbb", "c"])
+        monkeypatch.setattr(lifecycle, "current", lambda worker=worker: worker)
+        facts.append((hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()))
+    assert facts == [
+        *((local, 3, 0, 3 if local == 0 else 2, False) for local in range(3)),
+        *((local, 3, 1, 3 if local == 0 else 2, False) for local in range(3)),
+        (0, 1, 2, 3, False),
+    ]
+
+
+def a_long_wait_is_reported() -> list[str]:
+    negotiation._CHECK_SECONDS, negotiation._CHECKS_BEFORE_WARNING = 0.01, 1
+    warnings = Warnings()
+    logging.getLogger("unisono").addHandler(warnings)
+    if hvd.rank() == 0:
+        hvd.synchronize(hvd.allreduce_async(mine(), name="late"))
+    else:
+        hvd.allreduce(mine(), name="warned")
+        hvd.allreduce(mine(), name="late")
+    return warnings.texts
+
+
+class Warnings(logging.Handler):
+    """Collects warnings, and lets the other worker continue after the first."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 1:
+            hvd.allreduce_async(mine(), name="warned")
+
+
+def test_a_worker_that_others_wait_for_is_named(tmp_path: Path) -> None:
+    first, _ = over(2, tmp_path, a_long_wait_is_reported)
+    assert first[0] == "allreduce.late waits for worker 1 to submit it"

@@ -56,6 +56,7 @@ from unisono.horovod.lifecycle import stop_timeline as stop_timeline
 from unisono.horovod.objects import allgather_object as allgather_object
 from unisono.horovod.objects import broadcast_object as broadcast_object
 from unisono.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from unisono.horovod.participant import is_initialized as is_initialized
 from unisono.horovod.process_sets import ProcessSet as ProcessSet
 from unisono.horovod.process_sets import add_process_set as add_process_set
 from unisono.horovod.process_sets import global_process_set as global_process_set
@@ -66,7 +67,6 @@ from unisono.horovod.reductions import Max as Max
 from unisono.horovod.reductions import Min as Min
 from unisono.horovod.reductions import Product as Product
 from unisono.horovod.reductions import Sum as Sum
-from unisono.horovod.session import is_initialized as is_initialized
 from unisono.horovod.state import broadcast_optimizer_state as broadcast_optimizer_state
 from unisono.horovod.state import broadcast_parameters as broadcast_parameters
 from unisono.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

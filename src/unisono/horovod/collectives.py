@@ -17,10 +17,10 @@ from torch import Tensor
 from unisono.horovod.compression import Compression, cast_only
 from unisono.horovod.errors import HorovodInternalError, InvalidArgument
 from unisono.horovod.handle import Handle, Unpack
+from unisono.horovod.participant import current
 from unisono.horovod.process_sets import ProcessSet, global_process_set, membership
 from unisono.horovod.reductions import Adasum, Average, ReduceOp, Sum
 from unisono.horovod.requests import ADDITIVE, ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, JOIN, REDUCESCATTER
-from unisono.horovod.session import current
 
 _REDUCED = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
             torch.float32, torch.float64}  # fmt: skip
@@ -49,9 +49,9 @@ def join(device: int = -1) -> int:
     Returns:
         The rank of the worker that joined last.
     """
-    session = current()
-    last = session.agree(JOIN, "")
-    session.begin_names()  # workers that joined early have left out operations without names
+    own = current()
+    last = own.agree(JOIN, "")
+    own.begin_names()  # workers that joined early have left out operations without names
     return last
 
 
@@ -73,8 +73,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Collective: start `allreduce`."""
-    return _reduce([tensor], [torch.empty_like(tensor)], _first, name, _operator(op, average), prescale_factor,
-                   postscale_factor, process_set)  # fmt: skip
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], [torch.empty_like(tensor)], _first, name, _operator(op, average), factors, process_set)
 
 
 def allreduce(
@@ -115,8 +115,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Collective: start `allreduce_`."""
-    return _reduce([tensor], [tensor], _first, name, _operator(op, average), prescale_factor, postscale_factor,
-                   process_set)  # fmt: skip
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], [tensor], _first, name, _operator(op, average), factors, process_set)
 
 
 def allreduce_(
@@ -143,8 +143,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Collective: start `grouped_allreduce`."""
-    return _reduce(tensors, [torch.empty_like(x) for x in tensors], list, name, _operator(op, average),
-                   prescale_factor, postscale_factor, process_set)  # fmt: skip
+    outputs, factors = [torch.empty_like(x) for x in tensors], (prescale_factor, postscale_factor)
+    return _reduce(tensors, outputs, list, name, _operator(op, average), factors, process_set)
 
 
 def grouped_allreduce(
@@ -183,8 +183,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Collective: start `grouped_allreduce_`."""
-    return _reduce(tensors, tensors, list, name, _operator(op, average), prescale_factor, postscale_factor,
-                   process_set)  # fmt: skip
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, tensors, list, name, _operator(op, average), factors, process_set)
 
 
 def grouped_allreduce_(
@@ -408,7 +408,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Collective: start `reducescatter`."""
-    return _reduce([tensor], None, _first, name, op, prescale_factor, postscale_factor, process_set, REDUCESCATTER)
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], None, _first, name, op, factors, process_set, REDUCESCATTER)
 
 
 def reducescatter(
@@ -441,7 +442,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Collective: start `grouped_reducescatter`."""
-    return _reduce(tensors, None, list, name, op, prescale_factor, postscale_factor, process_set, REDUCESCATTER)
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, None, list, name, op, factors, process_set, REDUCESCATTER)
 
 
 def grouped_reducescatter(
@@ -541,8 +543,7 @@ def _reduce(
     unpack: Unpack,
     name: str | None,
     op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    factors: tuple[float, float],
     process_set: ProcessSet,
     verb: str = ALLREDUCE,
 ) -> Handle:
@@ -553,7 +554,7 @@ def _reduce(
     if op == Adasum and not xs[0].is_floating_point():
         raise InvalidArgument("op", op.name, f"is not for tensors of {xs[0].dtype}", "use hvd.Sum")
     return current().submit(verb, xs, unpack, name=name, members=membership(process_set)[0], outputs=outputs,
-                            op=op.name, prescale=float(prescale), postscale=float(postscale))  # fmt: skip
+                            op=op.name, prescale=float(factors[0]), postscale=float(factors[1]))  # fmt: skip
 
 
 def _gather(tensors: Sequence[Tensor], unpack: Unpack, name: str | None, process_set: ProcessSet) -> Handle:

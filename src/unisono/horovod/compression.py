@@ -11,7 +11,7 @@ from unisono.horovod.errors import InvalidArgument
 from unisono.notation import write
 
 
-class Compressor:
+class TensorCompressor:
     """What is sent in place of one tensor. A subclass defines both methods, of which each worker calls one after the
     other; what is sent is reduced as tensors are."""
 
@@ -26,7 +26,7 @@ class Compressor:
         raise NotImplementedError
 
 
-class NoneCompressor(Compressor):
+class NoneCompressor(TensorCompressor):
     """Sends tensors as they are."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(TensorCompressor):
     """Sends floating-point tensors as float16, and others as they are."""
 
     @staticmethod

@@ -30,8 +30,8 @@ from unisono.errors import Left, PeerLost, StateMissing
 from unisono.horovod.collectives import allreduce
 from unisono.horovod.errors import HostsUpdatedInterrupt, WorkersLost
 from unisono.horovod.objects import broadcast_object
+from unisono.horovod.participant import current
 from unisono.horovod.reductions import Max
-from unisono.horovod.session import current
 from unisono.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from unisono.membership import View
 from unisono.trainer.traits import of_script
@@ -200,12 +200,12 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        session, committed = current(), _Committed(state)
-        session.group.admit(of_script)
-        views = session.group.begin(recovers=True)
-        for attempt in attempts(views, committed, session.watch, session.end_view):
+        own, committed = current(), _Committed(state)
+        own.group.admit(of_script)
+        views = own.group.begin(recovers=True)
+        for attempt in attempts(views, committed, own.watch, own.end_view):
             with attempt, _losses_of_workers():
-                session.begin_view(views)
+                own.begin_view(views)
                 if committed.joined:
                     state.on_reset()
                 state.sync(_source(views.view))
@@ -214,10 +214,10 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                     result = function(state, *args, **kwargs)
                 except HostsUpdatedInterrupt:
                     continue
-                session.finish_run()
+                own.finish_run()
                 attempt.finish()
                 return result
-        session.group.finished_by_others()
+        own.group.finished_by_others()
         raise Left
 
     return wrapper

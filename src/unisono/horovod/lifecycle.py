@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from unisono.horovod import session as sessions
+from unisono.horovod import participant
 from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.participant import Participant, current
 from unisono.horovod.process_sets import ProcessSet, add_process_set
-from unisono.horovod.session import Session, current
 from unisono.launch import current_identity
 from unisono.world import join_group
 
@@ -37,14 +38,14 @@ def init(
         InvalidArgument: `comm` is a part of the workers, or a process set cannot be added.
         PeerLost: other workers did not connect within `timeout_seconds`.
     """
-    if sessions.is_initialized():
+    if participant.is_initialized():
         return
     identity = current_identity()
     if comm is not None and sorted(comm) not in ([], list(range(identity.size))):
         raise InvalidArgument("comm", list(comm), f"is not the ranks of all {identity.size} workers",
                               "leave it out, and use hvd.add_process_set for a part of them")  # fmt: skip
     group, where, watch = join_group(device, communicator, 0, timeout_seconds)
-    sessions.begin(Session(identity, group, where, watch))
+    participant.begin(Participant(identity, group, where, watch))
     atexit.register(shutdown)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
@@ -55,7 +56,7 @@ def init(
 def shutdown() -> None:
     """Leave the other workers, whose later operations fail; call it on all workers. May be called twice."""
     atexit.unregister(shutdown)
-    sessions.end()
+    participant.end()
 
 
 def rank() -> int:
@@ -75,22 +76,31 @@ def local_rank() -> int:
 
 def local_size() -> int:
     """The number of workers on this host."""
-    return current().identity.local_size
+    return current().hosts.count(_own_host())
 
 
 def cross_rank() -> int:
     """The number of this worker's host, among those that have a worker with its `local_rank`."""
-    return rank() // local_size()
+    return _hosts_with_local_rank().index(_own_host())
 
 
 def cross_size() -> int:
     """The number of hosts that have a worker with this one's `local_rank`."""
-    return -(-(size() - local_rank()) // local_size())
+    return len(_hosts_with_local_rank())
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of workers."""
-    return size() % local_size() == 0
+    return len(set(Counter(current().hosts).values())) == 1
+
+
+def _own_host() -> str:
+    return current().hosts[rank()]
+
+
+def _hosts_with_local_rank() -> list[str]:
+    workers = Counter(current().hosts)
+    return [host for host in workers if host == _own_host() or workers[host] > local_rank()]
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -133,12 +143,12 @@ def gloo_enabled() -> bool:
 
 def gloo_built() -> bool:
     """Whether gloo can be used."""
-    return torch.distributed.is_gloo_available()
+    return True
 
 
 def nccl_built() -> int:
     """The version of NCCL, as ``major * 10000 + minor * 100 + patch``; 0 where it cannot be used."""
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+    if not torch.cuda.is_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return int(major * 10000 + minor * 100 + patch)

@@ -13,8 +13,8 @@ from unisono.elastic.extra_state import from_tensors, to_tensors
 from unisono.errors import InvalidInput
 from unisono.horovod.collectives import allgather
 from unisono.horovod.errors import HorovodInternalError
+from unisono.horovod.participant import current
 from unisono.horovod.process_sets import ProcessSet, global_process_set, membership
-from unisono.horovod.session import current
 
 _NAME, _ALIGN, _LENGTH_BYTES = "object", 8, 16
 

@@ -24,9 +24,9 @@ from unisono.horovod.collectives import (
 )
 from unisono.horovod.compression import Compression, notation_of
 from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.participant import current, is_initialized
 from unisono.horovod.process_sets import ProcessSet, global_process_set
 from unisono.horovod.reductions import Adasum, Average, ReduceOp, Sum
-from unisono.horovod.session import current, is_initialized
 
 Finish = Callable[[], None]
 """Waits for an exchange of gradients, and writes the result into them."""
@@ -65,19 +65,14 @@ def DistributedOptimizer(
     Raises:
         InvalidArgument: parameters without names, names twice, or other arguments that cannot work together.
     """
-    chosen = ReduceOp(op)
     if num_groups:
         warnings.warn("num_groups= is deprecated: use groups=", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step < 1:
         raise InvalidArgument("backward_passes_per_step", backward_passes_per_step, "is less than 1", "use 1 or more")
-    if gradient_predivide_factor != 1.0 and chosen != Average:
-        raise InvalidArgument("gradient_predivide_factor", gradient_predivide_factor, f"is not for op={chosen.name}",
-                              "use op=hvd.Average, or leave it out")  # fmt: skip
-    exchange = Exchange(compression, notation_of(compression), chosen, gradient_predivide_factor, sparse_as_dense,
-                        process_set)  # fmt: skip
-    alone = is_initialized() and current().size == 1
-    base = _LocalSteps if chosen == Adasum and not alone else _ReducedGradients
+    exchange = Exchange(compression, notation_of(compression), ReduceOp(op), gradient_predivide_factor,
+                        sparse_as_dense, process_set)  # fmt: skip
+    base = _LocalSteps if op == Adasum else _ReducedGradients
     kind = type(type(optimizer).__name__, (base, type(optimizer)), {})
     distributed: Any = object.__new__(kind)
     # A scheduler made before replaces the step of its own optimizer, which is not the one that is taken.
@@ -104,6 +99,9 @@ class Exchange:
     process_set: ProcessSet
 
     def __post_init__(self) -> None:
+        if self.predivide != 1.0 and self.op != Average:
+            raise InvalidArgument("gradient_predivide_factor", self.predivide, f"is not for op={self.op.name}",
+                                  "use op=hvd.Average, or leave it out")  # fmt: skip
         if self.notation and (self.op not in (Average, Sum) or self.process_set.process_set_id):
             raise InvalidArgument("compression", self.notation, "is only for means and sums over all workers",
                                   "use op=hvd.Average, and no process set")  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.participant import current, is_initialized
 from unisono.horovod.requests import ADD_SET, EVERYBODY, REMOVE_SET
-from unisono.horovod.session import current, is_initialized
 
 
 class ProcessSet:
@@ -57,7 +57,7 @@ class ProcessSet:
 
 
 class _AllWorkers(ProcessSet):
-    """The set of all workers, of whichever session there is."""
+    """The set of all workers, from `init` to `shutdown`."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -96,24 +96,24 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         InvalidArgument: there is a set with the same ranks, or a rank is not that of a worker.
         HorovodInternalError: workers add different sets.
     """
-    added, session = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set), current()
+    added, own = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set), current()
     ranks = tuple(added.ranks or ())
-    if beyond := [rank for rank in ranks if rank >= session.size]:
-        raise InvalidArgument("ranks", beyond[0], f"there are {session.size} workers",
-                              f"give ranks up to {session.size - 1}")  # fmt: skip
-    if ranks in session.process_sets.values() or ranks == tuple(range(session.size)):
+    if beyond := [rank for rank in ranks if rank >= own.size]:
+        raise InvalidArgument("ranks", beyond[0], f"there are {own.size} workers",
+                              f"give ranks up to {own.size - 1}")  # fmt: skip
+    if ranks in own.process_sets.values() or ranks == tuple(range(own.size)):
         raise InvalidArgument("process_set", list(ranks), "there is such a set already", "use that one")
-    number = session.agree(ADD_SET, None, numbers=ranks)
-    session.process_sets[number] = ranks
+    number = own.agree(ADD_SET, None, numbers=ranks)
+    own.process_sets[number] = ranks
     added.mark_added(number)
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Collective: all workers remove the same set; returns whether it is one that can be removed."""
-    session, number = current(), process_set.process_set_id
+    own, number = current(), process_set.process_set_id
     if number is None or number == EVERYBODY:
         return False
-    session.agree(REMOVE_SET, None, numbers=(number,))
-    del session.process_sets[number]
+    own.agree(REMOVE_SET, None, numbers=(number,))
+    del own.process_sets[number]
     return True

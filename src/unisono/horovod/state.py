@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from unisono.horovod.collectives import broadcast_async_, synchronize
 from unisono.horovod.errors import InvalidArgument
 from unisono.horovod.objects import broadcast_object
+from unisono.horovod.participant import current
 from unisono.horovod.process_sets import ProcessSet, global_process_set
-from unisono.horovod.session import current
 
 
 def broadcast_parameters(

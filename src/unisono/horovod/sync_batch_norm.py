@@ -8,12 +8,12 @@ from torch import Tensor
 
 from unisono.horovod.collectives import allgather_async, allreduce_async, synchronize
 from unisono.horovod.handle import Handle
+from unisono.horovod.participant import current
 from unisono.horovod.reductions import Sum
-from unisono.horovod.session import current
 from unisono.trainer import sync_batchnorm
 
 
-class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
+class BatchNormOverWorkers(sync_batchnorm.SyncBatchNorm):
     """Normalizes ``[samples, features, ...]`` by mean and variance over all workers, in training, on any device.
 
     Collective in training: all workers call the same layers in the same order.
@@ -23,6 +23,9 @@ class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
     def comm(self) -> Any:  # type: ignore[override]
         """The operations that the layer needs."""
         return _Verbs()
+
+
+SyncBatchNorm = BatchNormOverWorkers  # Horovod's name
 
 
 class _Verbs:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator
-from unisono.elastic.loop_group import LoopGroup
-from unisono.elastic.session import Session as Views
+from unisono.comm import Communicator, in_blocks
+from unisono.elastic.loop_group import LoopGroup, in_order
+from unisono.elastic.session import Session
 from unisono.errors import UnisonoError
 from unisono.horovod.errors import InvalidArgument
 from unisono.horovod.handle import Handle, Unpack
@@ -24,19 +24,20 @@ from unisono.observe import ThreadTracker
 _LONGEST_NAME = 1000
 
 
-class Session:
+class Participant:
     """This worker among the others, from `init` to `shutdown`.
 
     Collective: all workers make one. A worker that joins a run in progress is connected later, by `elastic.run`.
 
     Args:
         identity: of this worker.
-        group: the workers; closed with the session.
+        group: the workers; closed with it.
         device: where this worker computes.
         watch: records the activity of this worker.
 
     Attributes:
         rank, size: of this worker, and of the group.
+        hosts: of the workers, by rank.
         process_sets: ranks by number, of those that were added.
         timeline: of the operations.
         views: of an elastic run, once `elastic.run` has begun.
@@ -44,21 +45,23 @@ class Session:
 
     def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
         self.identity, self.group, self._device, self.watch = identity, group, device, watch
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.hosts = group.rank, group.size, in_blocks(group.size, identity.local_size)
         self.timeline = Timeline()
-        self.views: Views | None = None
+        self.views: Session | None = None
         self._negotiation: Negotiation | None = None
         self.process_sets: dict[int, tuple[int, ...]] = {}
         self._unnamed: Counter[tuple[str, int]] = Counter()
         if not group.late:
             self._connect(group.comm)
 
-    def begin_view(self, views: Views) -> None:
+    def begin_view(self, views: Session) -> None:
         """Collective: connect to the members of the next view. Process sets of the group before are gone."""
         self.views = views
         if views.elastic:
             self._disconnect()  # the group's former communicator is closed as soon as the view is connected
             self._connect(self.group.connect_in_order(views.view), views.check)
+            host_of = {name: place.host for name, place in zip(views.view.members, views.view.addresses)}
+            self.hosts = [host_of[name] for name in in_order(views.view.members)]
 
     def end_view(self) -> None:
         """The view has ended: operations in flight fail."""
@@ -143,34 +146,34 @@ class Session:
 
 
 class _Current:
-    """The session of this process. Horovod's functions take none, so a process has one at a time."""
+    """The participant of this process. Horovod's functions take none, so a process has one at a time."""
 
-    session: Session | None = None
+    participant: Participant | None = None
 
 
-def begin(session: Session) -> None:
-    """Make `session` that of this process."""
-    _Current.session = session
+def begin(participant: Participant) -> None:
+    """Make `participant` that of this process."""
+    _Current.participant = participant
 
 
 def end() -> None:
-    """Close the session of this process, if it has one."""
-    ended, _Current.session = _Current.session, None
+    """Close the participant of this process, if it has one."""
+    ended, _Current.participant = _Current.participant, None
     if ended is not None:
         ended.close()
 
 
 def is_initialized() -> bool:
     """Whether `init` was called, and `shutdown` was not called after it."""
-    return _Current.session is not None
+    return _Current.participant is not None
 
 
-def current() -> Session:
-    """The session of this process.
+def current() -> Participant:
+    """The participant of this process.
 
     Raises:
         InvalidArgument: there is none.
     """
-    if _Current.session is None:
+    if _Current.participant is None:
         raise InvalidArgument("hvd", "not initialized", "no call of hvd.init() came before", "call it first")
-    return _Current.session
+    return _Current.participant
