@@ -12,7 +12,7 @@ import pytest
 
 from unisono.checkpoint import open_found
 from unisono.cli.main import main
-from unisono.cli.request import build_request
+from unisono.cli.merged_options import build_request
 from unisono.cli.train_options import parse_arguments
 from unisono.config import FIELDS, Config, current
 from unisono.errors import InvalidInput

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.chaos.fault_schedule import FaultKind
 from unisono.cli.argument_words import Others, read_options, whole_number
-from unisono.cli.request import TrainRequest, build_request
+from unisono.cli.merged_options import TrainRequest, build_request
 from unisono.cli.task_help import task_options
 from unisono.cli.train_options import parse_arguments
 from unisono.errors import InvalidInput, UnisonoError

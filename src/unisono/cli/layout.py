@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.request import build_request
+from unisono.cli.merged_options import build_request
 from unisono.cli.task_help import task_options
 from unisono.cli.train_options import build_parser, parse_arguments
 from unisono.errors import InvalidInput, UnisonoError

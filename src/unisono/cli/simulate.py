@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.argument_words import Others, read_pairs
-from unisono.cli.request import TrainRequest, build_request
+from unisono.cli.merged_options import TrainRequest, build_request
 from unisono.cli.task_help import task_options
 from unisono.cli.terminal import interrupt_output
 from unisono.cli.train_options import build_parser, parse_arguments

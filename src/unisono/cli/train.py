@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.cli.argument_words import error_output
-from unisono.cli.request import TrainRequest, build_request
+from unisono.cli.merged_options import TrainRequest, build_request
 from unisono.cli.task_help import task_options
 from unisono.cli.train_options import build_parser, parse_arguments
 from unisono.errors import Diverged, InvalidInput, UnisonoError

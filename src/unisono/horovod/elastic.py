@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from unisono.elastic.loop_group import in_order
+from unisono.elastic.recovery_loop import attempts
 from unisono.elastic.state_transfer import Progress
-from unisono.elastic.view_loop import attempts
 from unisono.errors import Left, PeerLost, StateMissing
 from unisono.horovod.collectives import allreduce
 from unisono.horovod.errors import HostsUpdatedInterrupt, WorkersLost

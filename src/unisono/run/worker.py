@@ -24,13 +24,13 @@ from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
 from unisono.config import Config
 from unisono.elastic.admission import admit, compare
-from unisono.elastic.recovery import Recovery, ReplicatedRecovery
+from unisono.elastic.recovery_loop import Attempt, attempts
 from unisono.elastic.session import ElasticSession, Session, StaticSession, ViewRendezvous
-from unisono.elastic.sharded_recovery import ShardedRecovery
+from unisono.elastic.sharded_state_recovery import ShardedRecovery
+from unisono.elastic.state_recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.state_transfer import Parts, Progress
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
-from unisono.elastic.view_loop import Attempt, attempts
 from unisono.errors import CheckpointDamaged, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import WorkerContext, claim_identity
 from unisono.layout import AXES, DATA_AXES, LocalModel, RankMesh, WholeTensors

@@ -9,8 +9,8 @@ import torch
 from unisono.bad_steps import AnomalyDetector, Stop
 from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
-from unisono.elastic.recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.session import Session, StaticSession
+from unisono.elastic.state_recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.training_state import TrainingState
 from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.tasks.task import Task

@@ -32,9 +32,9 @@ from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.model_state import weights_of
+from unisono.elastic.recovery_loop import Attempt
 from unisono.elastic.session import Session
 from unisono.elastic.training_state import TrainingState
-from unisono.elastic.view_loop import Attempt
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.layout import LocalModel
 from unisono.notation import show

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
-from unisono.elastic.view_loop import attempts
+from unisono.elastic.recovery_loop import attempts
 from unisono.observe import ThreadTracker
 from unisono.observe.activity import Phase
 from unisono.tensors.batch import Batch, samples_in

@@ -9,10 +9,10 @@ import torch
 
 from unisono.elastic.control_word import ControlWord, decode, encode
 from unisono.elastic.loop_group import LoopGroup
-from unisono.elastic.recovery import receive
+from unisono.elastic.recovery_loop import Attempt
 from unisono.elastic.session import Session
+from unisono.elastic.state_recovery import receive
 from unisono.elastic.training_state import TrainingState
-from unisono.elastic.view_loop import Attempt
 from unisono.errors import Left, PeerLost
 from unisono.observe import ThreadTracker
 from unisono.trainer.loop_models import LoopModels

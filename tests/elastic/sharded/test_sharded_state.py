@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from unisono.comm import Simulated, outcomes
-from unisono.elastic.sharded_recovery import LONGEST_STEPS, SHARE, interval
 from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, distinct, reassemble
+from unisono.elastic.sharded_state_recovery import LONGEST_STEPS, SHARE, interval
 from unisono.elastic.state_transfer import Parts, Progress
 from unisono.tensors.box import Box
 
