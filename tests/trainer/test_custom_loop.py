@@ -893,3 +893,53 @@ def test_a_loop_whose_workers_have_other_data_or_batches_is_refused() -> None:
         found = outcomes(2, run, what)
         assert all(isinstance(each, TaskMismatch) and words in str(each) for each in found), found
     simulate(2, run, "nothing")
+
+
+# --- workers that drift apart
+
+
+def loads_alone(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        model.load_state_dict(net(7).state_dict())
+
+
+def momentum_alone(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        for state in optimizer.state.values():
+            state["momentum_buffer"].add_(1.0)
+
+
+def schedules_alone(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 1.0 - 0.5 * (rank == 1)
+
+
+def steps_alone(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(loads_alone, r"weights differ between workers 0 and 1, .* or call world\.share\(model\)"),
+     (momentum_alone, "weights differ between workers 0 and 1"),
+     (schedules_alone, "hyperparameters of SGD, or the number of its steps, differ between workers 0 and 1"),
+     (steps_alone, "the number of its steps, differ between workers 0 and 1")],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
+def test_what_is_changed_on_one_worker_alone_is_named_within_two_steps(planned, change, words) -> None:
+    def run(comm) -> None:
+        world, model = world_of(comm), net()
+        _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()))
+        steps = world.steps(data(), global_batch=12, micro_batch=3, steps=8) if planned else range(8)
+        for step, batches in enumerate(steps):
+            optimizer.zero_grad()
+            for x, y in batches if planned else [samples(step + comm.rank, 1)]:
+                loss_of(model, x, y).backward()
+            optimizer.step()
+            if step == 3:
+                change(comm.rank, model, optimizer)
+            assert step < 6, "too late"
+
+    with pytest.raises(UnisonoError, match=words):
+        simulate(3, run)

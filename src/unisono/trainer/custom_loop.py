@@ -43,6 +43,7 @@ from unisono.observe.activity import Phase
 from unisono.sync import AllReduce
 from unisono.trainer.bound_optimizer import BoundOptimizer, Closure
 from unisono.trainer.compatibility import check_loop, foreign_parameter
+from unisono.trainer.drift_check import DriftCheck
 from unisono.trainer.duplicate_inputs import SameInputs
 from unisono.trainer.loop_checkpoint import LoopCheckpoints
 from unisono.trainer.loop_model import LoopModel, LoopOptions, LoopShape
@@ -83,6 +84,8 @@ class CustomLoop:
         self._thaw_hooks: list[RemovableHandle] = []
         self._flags: Communicator | None = None  # where workers may run out of data at different times
         self._any_step = register_optimizer_step_pre_hook(self._before_any_step)
+        self._drift = DriftCheck(0, 1)
+        self._names: dict[int, str] = {}  # of all trained parameters, by their identities
         self._had_data = 0  # a rank that was among the last to have data
         self._known = set[int]()  # the identities of tensors that all workers have alike
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
@@ -160,6 +163,7 @@ class CustomLoop:
                         "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
                         "trains no others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
                 model.train(trained)
+        self._names = {id(p): name for model in self.models for name, p in model.parameters.items()}
         for optimizer in self.optimizers:
             optimizer.find(self.models)
             every = {id(p) for model in self.models for p in model.local.model.parameters()}
@@ -208,12 +212,14 @@ class CustomLoop:
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Before the step of any optimizer of this process: refuse one that would train a model by gradients or steps
         of this worker alone."""
+        trained = self._names
+        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            self._drift.before_step(optimizer, trained)
         if any(optimizer is each.optimizer for each in self.optimizers):
             return
         mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        known = {id(p) for model in self.models for p in model.parameters.values()}
         within = {id(p) for model in self.models for p in model.local.model.parameters()}
-        if mine & within - known or (mine & known and not isinstance(self._options.sync, AllReduce)):
+        if mine & within - trained.keys() or (mine & trained.keys() and not isinstance(self._options.sync, AllReduce)):
             raise UnisonoError(
                 f"an optimizer ({type(optimizer).__name__}) steps parameters of a bound model that are not bound: call "
                 "model, optimizer = world.bind(model, optimizer) when you make it"
@@ -265,10 +271,11 @@ class CustomLoop:
 
     def _bind(self, micro_batches: int, reference_weight: float) -> None:
         """Collective: bind all models. They continue with what an earlier view shared, and with their residuals."""
+        self._drift = DriftCheck(self.group.rank, self.group.size if isinstance(self._options.sync, AllReduce) else 1)
         control = NUMBERS * self.group.size if self.group.recovers else 0
-        self._shape = LoopShape(
-            micro_batches, reference_weight, control + (self._inputs.words if self._inputs else 0), self.planned,
-            self.group.recovers and self.state.local_steps)  # fmt: skip
+        width = control + self._drift.words + (self._inputs.words if self._inputs else 0)
+        grows = self.group.recovers and self.state.local_steps
+        self._shape = LoopShape(micro_batches, reference_weight, width, self.planned, grows)
         self.models.bind(self.group.comm, self._shape)
         if self.state.progress.shared:
             self.models.load_state_dict(self.state.progress.shared)
@@ -536,12 +543,16 @@ class CustomLoop:
         """Keep the control words of all workers, if they were exchanged."""
         if words is None:
             return
-        self._words = words
+        drift = self._drift.words
+        if self._flags is None:
+            self._drift.compare(words[:drift])
+        self._words = words[drift:]
         if self._inputs is not None:
-            self._inputs.compare(words)
+            self._inputs.compare(self._words)
 
     def _control_numbers(self) -> list[float]:
-        return self.views.control_word() + (self._inputs.control_word() if self._inputs else [])
+        inputs = self._inputs.control_word() if self._inputs else []
+        return self._drift.control_word() + self.views.control_word() + inputs
 
     def _in_step(self, call: Callable[[], T]) -> T | None:
         """``call()``; if a worker was lost, the step is void: it has no gradients, and None is returned."""
