@@ -111,6 +111,10 @@ chaos: $(DEVELOP) ## try 100 seeds of faults on made-up runs of two tasks, and 2
 layouts: $(DEVELOP) ## train models of every kind under every layout, and on from what every other has saved
 	$(BIN)/python -m tests.campaigns.layouts
 
+.PHONY: loops
+loops: $(DEVELOP) ## run training loops of every kind on several workers, and under DistributedDataParallel beside it
+	$(BIN)/python -m tests.campaigns.loop_cases
+
 # The oldest versions that pyproject.toml admits. Tests that need newer tools of their own are left out.
 LOWEST := .venv-lowest/bin/python
 .PHONY: lowest
