@@ -201,6 +201,8 @@ class Negotiation:
             # What worker 0 has sent before it ended arrives at the actor, which learns of the end after that.
             self._abandoned.wait(_LOSS_SECONDS)
             self._fail(WorkersLost(str(lost)), agreed=False)
+        except Exception as error:  # raised in the threads that wait for results, which would wait in vain
+            self._fail(HorovodInternalError(f"{type(error).__name__}: {error}"), agreed=False)
 
     def _execute(self) -> None:
         if self._device.type == "cuda":
