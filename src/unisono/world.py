@@ -304,19 +304,11 @@ class World:
         )
         _check_collate(collate)
         dataset = build_dataset(dataset)
-        plan, count = self._plan(len(dataset), asked)
+        plan, count = _plan(len(dataset), asked, warns=self.rank == 0)
         self._loop.checkpoints.set_plan(plan)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed)
         self._group.admit(partial(_traits, dataset, plan, count, self._loop.state))
         return all_steps(self._loop, self._watch, plan, make, count)
-
-    def _plan(self, samples: int, asked: Mapping[str, Any]) -> tuple[MicroBatchPlan, int]:
-        """The plan of micro-batches, and the number of steps."""
-        size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
-        plan, epochs = MicroBatchPlan(samples, size, asked["micro_batch"], asked["seed"]), asked["epochs"] or 1.0
-        if not asked["steps"] and self.rank == 0 and (words := plan.left_out(epochs)):
-            LOG.warning(words)
-        return plan, asked["steps"] or plan.steps_in(epochs)
 
     def synchronize(self) -> None:
         """Collective, between two steps: makes weights and optimizer state equal on all workers.
@@ -360,6 +352,15 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kind)
+
+
+def _plan(samples: int, asked: Mapping[str, Any], *, warns: bool) -> tuple[MicroBatchPlan, int]:
+    """The plan of micro-batches, and the number of steps."""
+    size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
+    plan, epochs = MicroBatchPlan(samples, size, asked["micro_batch"], asked["seed"]), asked["epochs"] or 1.0
+    if not asked["steps"] and warns and (words := plan.left_out(epochs)):
+        LOG.warning(words)
+    return plan, asked["steps"] or plan.steps_in(epochs)
 
 
 def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: TrainingState) -> Traits:

@@ -17,6 +17,7 @@ LIMITS = {
 }
 EXCEPTIONS = {
     "horovod/optimizer.py DistributedOptimizer: parameters": "the signature of Horovod",
+    "ddp.py DistributedDataParallel.__init__: parameters": "the signature of torch",
     "layout/context/attention.py attend: parameters": "the signature of torch",
     "layout/context/ring_attention.py _backward: parameters": "the signature of torch",
     "layout/pipeline/runtime.py Pipeline: lines of a class": "one step and its schedules share one state",

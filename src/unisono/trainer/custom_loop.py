@@ -286,9 +286,8 @@ class CustomLoop:
 
     def _before_forward(self) -> None:
         """Before the first forward pass."""
-        if self.planned or not torch.is_grad_enabled():
-            return
-        self._start()
+        if not (self.planned or torch.compiler.is_compiling()) and torch.is_grad_enabled():
+            self._start()  # in a compiled pass: when the first gradient arrives
 
     def _start(self) -> None:
         """Collective: training begins."""

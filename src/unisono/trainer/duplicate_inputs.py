@@ -65,7 +65,7 @@ class SameInputs:
             self._hook.remove()
 
     def _add_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()) or in_transform():
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or in_transform():
             return
         inputs = list(islice(tensors((args, kwargs)), _MAX_TENSORS))
         for tensor in inputs:

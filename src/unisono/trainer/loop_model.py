@@ -16,21 +16,20 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.process_groups import ProcessGroups
 from unisono.compress import Compressor
-from unisono.errors import CommunicationError, InvalidInput, UnisonoError
+from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import LocalModel
 from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Synchronizer
 from unisono.sync.server.local_push import PushAtStep
-from unisono.trainer.buffer_sync import StageBuffers
+from unisono.trainer.gradient_arrivals import GradientArrivals
+from unisono.trainer.loop_buffers import LoopBuffers
 from unisono.trainer.replica import synchronize_replicas
 from unisono.trainer.step_control import StepControl
 
@@ -99,12 +98,10 @@ class LoopModel:
         self.parameters = dict(parameters)
         self.rounds = 0
         self.update: PendingUpdate | None = None
-        self._unsynchronized: set[str] = set()  # gradients that passes without an exchange have left in ``grad``
-        self._set_aside: dict[str, Tensor] = {}
         self._written: dict[str, weakref.ref[Tensor]] = {}  # what the last round left in ``grad``
         self._bound: BoundSynchronizer | None = None
-        self._in_forward = self._arrived = self._open = self.closed = self._prepared = False
-        self._handles: list[RemovableHandle] = []
+        self._open = self.closed = self._prepared = False
+        self._arrivals = GradientArrivals(self.parameters, exchanges, self._arrived)
 
     # ---- a view ----
 
@@ -131,15 +128,15 @@ class LoopModel:
         self._bound = self._synchronizer(comm)
         self.has_residuals = comm.size > 1 and not self._is_lossless_sum()
         self._control = StepControl(groups, self.sync, shape.micro_batches)
-        self._buffers = StageBuffers(
-            self.local, shape.micro_batches, groups, self.sync.synchronous, may_undo=shape.planned, adopts=True
+        self._buffers = LoopBuffers(
+            self.local, shape.micro_batches, groups, self.sync.synchronous, may_undo=shape.planned
         )
         self._micro_batch, self._weight = -1, 0.0
         self._failed: CommunicationError | None = None
         self.update, self._prepared = None, False
         self._begin_round()
         self.begin_pass()
-        self.attach()
+        self._arrivals.attach()
 
     def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Collective in a view, between two rounds: train these `parameters` of the model from now on.
@@ -149,6 +146,7 @@ class LoopModel:
         bound = self.bound
         self.release()
         self.local, self.parameters = LocalModel.whole(self.local.model), dict(parameters)
+        self._arrivals = GradientArrivals(self.parameters, self._exchanges, self._arrived)
         if bound:
             pass_ = self._micro_batch, self._weight
             self.bind(self._comm, self._shape)
@@ -158,18 +156,11 @@ class LoopModel:
 
     def attach(self) -> None:
         """Put hooks on the parameters, unless they are there."""
-        if not self._handles:
-            for name, parameter in self.parameters.items():
-                self._handles += [
-                    parameter.register_hook(partial(self._before_gradient, name, parameter)),
-                    parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name)),
-                ]
+        self._arrivals.attach()
 
     def release(self) -> None:
         """Give the model back without hooks. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._arrivals.release()
         self.unbind()
 
     def unbind(self) -> None:
@@ -201,40 +192,29 @@ class LoopModel:
         """Before the first micro-batch."""
         self._control.begin()
         self._scale: float | None = None
-        self._begin_buffers()
+        self._buffers.begin()
 
     def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, whose weight in the mean is `weight`."""
-        self._end_forward()
+        self._buffers.end_forward(ran=self._arrivals.any)
         if self.open:
             self._give(self.sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
         self._control.set_weight(micro_batch, weight)
-        self._buffers.before()
-        self._in_forward, self._arrived = True, False
+        self._arrivals.begin_micro_batch()
+        self._buffers.begin_micro_batch(micro_batch)
 
     def fold_buffers(self) -> None:
         """Collective: fold the buffers, once this worker has computed all of its micro-batches."""
-        self._end_forward()
+        self._buffers.end_forward(ran=self._arrivals.any)
         self._buffers.send()
         self._buffers.fold()
-        self._begin_buffers()
 
     def drop(self) -> None:
         """In place of the optimizer's step: discard gradients, changes of buffers, and what the compressor left out."""
         self._buffers.undo()
         self.clear_gradients()
         self._prepared = False
-
-    def _begin_buffers(self) -> None:
-        self._buffers.begin()
-        self._in_forward = False
-
-    def _end_forward(self) -> None:
-        """The forward passes of this micro-batch, of which there may be none, have been computed."""
-        if self._in_forward:
-            self._buffers.after(self._micro_batch, ran=self._arrived)
-            self._in_forward = False
 
     # ---- a round ----
 
@@ -249,7 +229,6 @@ class LoopModel:
         return self.update is not None and any(p.grad is not None for p in self.parameters.values())
 
     def _begin_round(self) -> None:
-        self._set_aside = {}
         self._open = self.closed = False
 
     def _prepare(self) -> None:
@@ -270,7 +249,7 @@ class LoopModel:
         self._prepare()
         self.closed = True
         if not self._shape.planned:  # overlap the exchange of buffers with backward
-            self._end_forward()
+            self._buffers.end_forward(ran=True)
             self._give(self._buffers.send)
         self._give(self._control.send, extra)
 
@@ -283,16 +262,14 @@ class LoopModel:
         Raises:
             PeerLost, MessageMismatch: also the first of those that occurred in a backward pass.
         """
-        for name in self._unsynchronized:
-            self._offer(name, self.local.take(name))
-        self._unsynchronized.clear()
+        for name, gradient in self._arrivals.take_accumulated():
+            self._offer(name, gradient)
         self._give(self.sync.fold)
         if self._failed is not None:
             raise self._failed
         self._control.finish()
         update = self.sync.settle()
-        for name, gradient in self._set_aside.items():
-            self.parameters[name].grad = gradient
+        self._arrivals.restore()
         update.write(self._scale_of(update))
         self._written = {name: weakref.ref(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         self.update, self.rounds, self._prepared = update, self.rounds + 1, False
@@ -315,17 +292,15 @@ class LoopModel:
 
     def clear_gradients(self) -> None:
         """The step has no gradient, and what was computed for it is dropped."""
-        self._unsynchronized.clear()
+        self._arrivals.clear()
         self._begin_round()
         self.update, self._prepared = None, False
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def synchronize(self) -> None:
         """Collective, between two steps: make the model, its buffers and optimizer state equal on all workers."""
         synchronize_replicas(self.sync, self._meeting, self.local.model, self._optimizer)
         if not self.sync.synchronous:
-            self._begin_buffers()
+            self._buffers.begin()
 
     def _scale_of(self, update: PendingUpdate) -> float:
         """The factor for a step whose weights do not add up to the usual sum; it is that of the pass's first round."""
@@ -352,38 +327,16 @@ class LoopModel:
     def take_gradients(self, weight: float) -> None:
         """Every ``grad`` as it is now is this worker's part of the mean, with that `weight`."""
         self._weight = weight
-        self._unsynchronized = {name for name, p in self.parameters.items() if p.grad is not None}
+        self._arrivals.accumulate_all()
         self._open = True
 
-    def _before_gradient(self, name: str, parameter: nn.Parameter, _: Tensor) -> None:
-        """A gradient is about to be added: set aside what is there, so that the new one arrives alone."""
-        if parameter.grad is not None and name not in self._unsynchronized and self._exchanges():
-            self._set_aside[name], parameter.grad = parameter.grad, None
-
-    def _after_gradient(self, name: str, parameter: Tensor) -> None:
-        if not self._exchanges():
-            self._arrived = True
-            self._unsynchronized.add(name)
-            return
-        gradient = self.local.take(name)
-        assert gradient is not None
-        if len(parameter._post_accumulate_grad_hooks or ()) > 1:
-            raise UnisonoError(
-                f"{name}: a hook of register_post_accumulate_grad_hook would see the gradient of this worker's data "
-                "alone: read gradients and step optimizers after backward()"
-            )
-        if gradient.requires_grad:
-            raise UnisonoError(
-                f"{name}: backward(create_graph=True) leaves gradients with a graph, which the average over workers "
-                "cuts off: get them by torch.autograd.grad(loss, parameters, create_graph=True)"
-            )
-        self._open = self._arrived = True
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        self._open = True
         self._on_gradient(self)
-        self._unsynchronized.discard(name)
         self._offer(name, gradient)
 
-    def _offer(self, name: str, gradient: Tensor | None) -> None:
-        if gradient is not None and self._failed is None:
+    def _offer(self, name: str, gradient: Tensor) -> None:
+        if self._failed is None:
             self._prepare()
             self._give(self.sync.offer, name, gradient, self._weight / self._shape.reference_weight)
 

@@ -33,7 +33,7 @@ class DirectoryStore(c10d.Store):
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """See torch's `Store.set`."""
+        """See torch's ``c10d.Store.set``."""
         path = self._path(key)
         try:
             atomic_files.write(path, value)
@@ -41,7 +41,7 @@ class DirectoryStore(c10d.Store):
             raise DistStoreError(f"{path}: {error.strerror}") from error
 
     def get(self, key: str) -> bytes:
-        """See torch's `Store.get`."""
+        """See torch's ``c10d.Store.get``."""
         self.wait([key])
         try:
             return self._path(key).read_bytes()
@@ -49,11 +49,11 @@ class DirectoryStore(c10d.Store):
             raise DistStoreError(f"{self._path(key)}: {error.strerror}") from error
 
     def check(self, keys: list[str]) -> bool:
-        """See torch's `Store.check`."""
+        """See torch's ``c10d.Store.check``."""
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: list[str], timeout: object = None) -> None:
-        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
+        """See torch's ``c10d.Store.wait``. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _path(self, key: str) -> Path:

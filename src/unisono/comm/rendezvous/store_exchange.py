@@ -33,16 +33,16 @@ class AbortableStore(c10d.Store):
         self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
     def set(self, key: str, value: Any) -> None:
-        """See torch's `Store.set`."""
+        """See torch's ``c10d.Store.set``."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """See torch's `Store.get`."""
+        """See torch's ``c10d.Store.get``."""
         self.wait([key])
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
+        """See torch's ``c10d.Store.wait``. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self._store, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
 

@@ -63,21 +63,21 @@ class TokenStore(c10d.Store):
         weakref.finalize(self, _close, forget, self._connection)
 
     def set(self, key: str, value: Any) -> None:
-        """See torch's `Store.set`. Raises `PeerLost` if the server has ended."""
+        """See torch's ``c10d.Store.set``. Raises `PeerLost` if the server has ended."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._call(ActorMessage("set", {"key": key, "value": data.hex()}))
 
     def get(self, key: str) -> bytes:
-        """See torch's `Store.get`. Raises `PeerLost` if there is no value by the deadline, or the server has ended."""
+        """See torch's ``c10d.Store.get``. Raises `PeerLost` if there is no value by the deadline or the server ended."""
         self.wait([key])
         return bytes.fromhex(self._call(ActorMessage("get", {"key": key}))["value"])
 
     def check(self, keys: list[str]) -> bool:
-        """See torch's `Store.check`. Raises `PeerLost` if the server has ended."""
+        """See torch's ``c10d.Store.check``. Raises `PeerLost` if the server has ended."""
         return bool(self._call(ActorMessage("check", {"keys": keys}))["found"])
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """See torch's `Store.wait`. `timeout` is ignored: the deadline is that of this store."""
+        """See torch's ``c10d.Store.wait``. `timeout` is ignored: the deadline is that of this store."""
         await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _call(self, message: ActorMessage) -> dict[str, Any]:
