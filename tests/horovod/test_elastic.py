@@ -25,7 +25,7 @@ import torch
 import unisono.horovod as hvd
 
 hvd.init()
-directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
+directory, killed_at, killed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -39,7 +39,7 @@ def train(state):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         state.sampler.record_batch(state.step, 2)
-        if state.step == killed_at and hvd.rank() == 1 and not (directory / "killed").exists():
+        if state.step == killed_at and hvd.rank() == killed and not (directory / "killed").exists():
             (directory / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         state.step += 1
@@ -148,18 +148,19 @@ def test_the_loss_of_a_worker_of_a_static_group_is_an_error(tmp_path: Path) -> N
         workers.results(lost={1})
 
 
-def launched(directory: Path, killed_at: int, *options: str) -> str:
+def launched(directory: Path, killed_at: int, killed: int) -> str:
     script = directory / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "unisono", "launch", "--workers", "3", "--run-dir", str(directory / "run")]
-    done = subprocess.run([*command, *options, str(script), str(directory), str(killed_at)], capture_output=True,
-                          text=True, timeout=120, check=False)  # fmt: skip
+    arguments = [str(script), str(directory), str(killed_at), str(killed)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
 
-def test_a_lost_worker_is_replaced(tmp_path: Path) -> None:
-    steps, sizes, size, same, processed = json.loads(launched(tmp_path, 10))
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_lost_worker_is_replaced(killed: int, tmp_path: Path) -> None:
+    steps, sizes, size, same, processed = json.loads(launched(tmp_path, 10, killed))
     assert (steps, same) == (30, True)
     assert len(sizes) == 10
     assert sizes[:3] == [3, 3, 3]

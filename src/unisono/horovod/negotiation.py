@@ -95,9 +95,9 @@ class NegotiationActor:
         self._waiting += agreed
         if self._waiting and self._in_flight < _BATCHES_IN_FLIGHT:
             self._in_flight += 1
-            batch, self._waiting = self._waiting, []
+            message, self._waiting = ActorMessage(_AGREED, tensors=[to_bytes(AGREEMENTS, self._waiting)]), []
             for peer in self._peers:
-                peer.send(ActorMessage(_AGREED, tensors=[to_bytes(AGREEMENTS, batch)]), lambda answer: None)
+                peer.send(message, lambda answer: None)
 
 
 class Negotiation:
@@ -152,8 +152,8 @@ class Negotiation:
             if key in self._handles:
                 raise InvalidArgument("name", key[1], "an operation of this name is in flight",
                                       "wait for it by hvd.synchronize, or choose another name")  # fmt: skip
+            handle.on_finished = self._finished
             self._handles[key] = handle
-        handle.on_finished = self._finished
         self._questions.put(handle.request)
         return handle
 
