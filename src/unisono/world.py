@@ -237,10 +237,9 @@ class World:
         Raises:
             CheckpointError: `directory` cannot be used.
         """
-        if self._loop is None:
-            raise UnisonoError("world.save needs the model: call world.bind(model, optimizer) first")
+        loop = self._bound()
         check_whole("keep", keep, 1)
-        return self._loop.views.unless_lost(partial(self._loop.save, Path(directory), keep))
+        return loop.views.unless_lost(partial(loop.save, Path(directory), keep))
 
     def load(self, directory: str | os.PathLike[str]) -> int:
         """Collective, after `bind` and `register_state` and before the first step: load the newest undamaged checkpoint

@@ -236,10 +236,12 @@ class RoundMeans:
         self._used = [True] * used.numel() if not used.numel() or used.min() > 0 else (used > 0).tolist()
 
     @property
-    def used(self) -> dict[str, bool]:
-        """Whether any worker added to the mean, by name."""
+    def unused(self) -> frozenset[str]:
+        """The names to whose means no worker added."""
+        if all(self._used):
+            return frozenset()
         names = (span.name for bucket in self._buckets for span in bucket.plan.spans)
-        return dict(zip(names, self._used))
+        return frozenset(name for name, used in zip(names, self._used) if not used)
 
     @property
     def plans(self) -> list[BucketPlan]:

@@ -33,15 +33,13 @@ class GradientMemory:
         Args:
             sparse: names of the parameters that get a sparse gradient.
         """
-        used, plans = means.used, means.plans
-        self._buckets = self._buckets or [_Flat(plan) for plan in plans]
-        for plan, bucket, mean in zip(plans, self._buckets, means.flats()):
-            held = {s.name for s in plan.spans if parameters[s.name].grad is not None}
-            parts = bucket.hold(mean, scale) if not held else views(mean.mul(scale), plan.spans)
-            for span, part in zip(plan.spans, parts):
-                parameter = parameters[span.name]
-                if not used[span.name]:
+        self._buckets = self._buckets or [_Flat(plan) for plan in means.plans]
+        unused = means.unused
+        for bucket, mean in zip(self._buckets, means.flats()):
+            for span, part in zip(bucket.plan.spans, bucket.parts(mean, scale, parameters)):
+                if span.name in unused:
                     continue
+                parameter = parameters[span.name]
                 gradient = part.to_sparse(1) if span.name in sparse else part
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -50,15 +48,20 @@ class _Flat:
     """The memory of one bucket, and a view of it for each parameter."""
 
     def __init__(self, plan: BucketPlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._views: list[Tensor] = []
         self._flat = torch.empty(0)
 
-    def hold(self, mean: Tensor, scale: float) -> list[Tensor]:
-        """Copy ``scale * mean`` here, and return the views. Memory that a user still refers to is not used again."""
+    def parts(self, mean: Tensor, scale: float, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        """``scale * mean``, one tensor per parameter: in this memory, unless a ``grad`` is there, to which it is added.
+
+        Memory that a user still refers to is not used again.
+        """
+        if any(parameters[span.name].grad is not None for span in self.plan.spans):
+            return views(mean.mul(scale), self.plan.spans)
         if not self._views or self._is_shared():
             self._flat = torch.empty_like(mean)
-            self._views = [_without_base(view) for view in views(self._flat, self._plan.spans)]
+            self._views = [_without_base(view) for view in views(self._flat, self.plan.spans)]
         torch.mul(mean, scale, out=self._flat) if scale != 1.0 else self._flat.copy_(mean)
         return self._views
 

@@ -47,10 +47,10 @@ class DriftCheck:
         self._steps += 1
         numbers = tuple(v for group in optimizer.param_groups for v in group.values() if isinstance(v, int | float))
         self._hyperparameters = hash((self._hyperparameters, self._steps, numbers))
-        known = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.numel()]
         self._optimizer = type(optimizer).__name__
-        if known:
-            parameter = known[self._steps % len(known)]
+        parameters = optimizer.param_groups[self._steps % len(optimizer.param_groups)]["params"]
+        parameter = parameters[self._steps % len(parameters)] if parameters else None
+        if parameter is not None and id(parameter) in names and parameter.numel():
             self._parameter, self._weight = names[id(parameter)], _number(parameter, self._steps)
 
     def control_word(self) -> list[float]:
@@ -81,6 +81,5 @@ class DriftCheck:
 
 def _number(tensor: Tensor, step: int) -> float:
     """One number of `tensor`, another one at each step."""
-    flat = tensor.detach().reshape(-1) if not tensor.is_contiguous() else tensor.detach().view(-1)
-    number = float(flat[step * 7919 % flat.numel()].abs())
+    number = float(tensor.detach().reshape(-1)[step * 7919 % tensor.numel()].abs())
     return number if math.isfinite(number) else 0.0

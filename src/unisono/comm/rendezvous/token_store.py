@@ -68,7 +68,7 @@ class TokenStore(c10d.Store):
         self._call(ActorMessage("set", {"key": key, "value": data.hex()}))
 
     def get(self, key: str) -> bytes:
-        """See torch's ``c10d.Store.get``. Raises `PeerLost` if there is no value by the deadline or the server ended."""
+        """See torch's ``c10d.Store.get``. Raises `PeerLost` if there is no value in time, or the server ended."""
         self.wait([key])
         return bytes.fromhex(self._call(ActorMessage("get", {"key": key}))["value"])
 
