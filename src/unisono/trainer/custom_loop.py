@@ -11,6 +11,7 @@ void, all gradients are None, and the view ends before the next step.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,7 +84,8 @@ class CustomLoop:
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
         self._flags: Communicator | None = None  # where workers may run out of data at different times
-        self._any_step = register_optimizer_step_pre_hook(self._before_any_step)
+        self._any_step = _while_alive(weakref.WeakMethod(self._before_any_step))
+        weakref.finalize(self, self._any_step.remove)
         self._drift = DriftCheck(0, 1)
         self._names: dict[int, str] = {}  # of all trained parameters, by their identities
         self._had_data = 0  # a rank that was among the last to have data
@@ -209,7 +211,7 @@ class CustomLoop:
         """Whether autograd's own gradients are the mean: there is no other worker, and nothing to round."""
         return not self.planned and self.group.size == 1 and all(model.lossless for model in self.models)
 
-    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_any_step(self, optimizer: Optimizer) -> None:
         """Before the step of any optimizer of this process: refuse one that would train a model by gradients or steps
         of this worker alone."""
         trained = self._names
@@ -675,3 +677,13 @@ class CustomLoop:
         self.models.synchronize()
         if self.group.recovers and self.state.local_steps:
             self.views.commit(self.models)
+
+
+def _while_alive(act: weakref.WeakMethod[Callable[[Optimizer], None]]) -> RemovableHandle:
+    """Call `act` before the step of any optimizer of this process, as long as its loop exists."""
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if (alive := act()) is not None:
+            alive(optimizer)
+
+    return register_optimizer_step_pre_hook(before)
