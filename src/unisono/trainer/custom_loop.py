@@ -393,7 +393,7 @@ class CustomLoop:
         """Before the first micro-batch of a pass through this worker's data of the step."""
         if not self._given:
             raise UnisonoError("the data of a step was asked for after the step had ended")
-        self._end_pass()
+        self._in_step(self._end_pass)
         self._entered, self._last, self._pass_weight = True, False, 0.0
 
     def begin_micro_batch(self, m: int, weight: float, last: bool) -> None:
