@@ -92,7 +92,8 @@ class CustomLoop:
         self._known = set[int]()  # the identities of tensors that all workers have alike
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
         self._begin_item()
-        self._task: int | None = None  # the backward pass that runs, by autograd's number
+        self._task: int | None = None  # the backward pass that runs, by autograd's number, and whether it exchanges
+        self._exchanging = False
         self._pass = 0  # of the backward passes before a step, without a plan
 
     # ---- what is bound ----
@@ -494,16 +495,15 @@ class CustomLoop:
 
     def exchanges(self) -> bool:
         """Whether a gradient that arrives now is exchanged; else it is added to ``grad``, as by autograd alone."""
-        if not self.planned:
-            self._start()
         task = torch._C._current_graph_task_id()
         if task != self._task:  # the first gradient of a backward pass
-            self._task = task
+            if not self.planned:
+                self._start()
+            self._task, self._exchanging = task, self._is_exchanging()
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._exchanging
 
-    @property
-    def _exchanging(self) -> bool:
+    def _is_exchanging(self) -> bool:
         early = not self.planned and self._pass < self._passes - 1
         return self.models.bound and not (self._void or self._locally or early)
 
@@ -515,7 +515,7 @@ class CustomLoop:
     def _end_backward(self) -> None:
         """Autograd has computed all gradients of a backward pass."""
         self._task = None
-        exchanging = self._exchanging
+        exchanging = self._is_exchanging()
         if not self.planned and not self._locally:
             self._pass += 1
         if exchanging and (self._last or not self.planned):

@@ -332,7 +332,8 @@ class LoopModel:
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
         self._open = True
-        self._on_gradient(self)
+        if not self.closed:
+            self._on_gradient(self)
         self._offer(name, gradient)
 
     def _offer(self, name: str, gradient: Tensor) -> None:
