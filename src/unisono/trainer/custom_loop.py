@@ -79,7 +79,7 @@ class CustomLoop:
         self.models, self.optimizers = LoopModels(), list[BoundOptimizer]()
         self.views = LoopViews(group, watch, self.state)
         self.checkpoints = LoopCheckpoints(group, self.state, options)
-        self.planned = self._leasing = self._locally = False
+        self.planned = self._leasing = self._locally = self._started = False
         self._shape: LoopShape | None = None
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
@@ -102,6 +102,7 @@ class CustomLoop:
         """See `World.bind`."""
         if self.planned:
             raise UnisonoError("world.bind came after world.steps: bind all models and optimizers before it")
+        self._started = False
         if options != self._options:
             raise InvalidInput("bind", options, f"an earlier call was given {self._options}", "give all calls the same")
         known = [model.local.model for model in self.models]
@@ -215,6 +216,8 @@ class CustomLoop:
     def _before_any_step(self, optimizer: Optimizer) -> None:
         """Before the step of any optimizer of this process: refuse one that would train a model by gradients or steps
         of this worker alone."""
+        if self._shape is None:  # a worker alone, or training has not begun
+            return
         trained = self._names
         if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
             self._drift.before_step(optimizer, trained)
@@ -293,9 +296,11 @@ class CustomLoop:
             self._start()  # in a compiled pass: when the first gradient arrives
 
     def _start(self) -> None:
-        """Collective: training begins."""
-        if self._first_forward:
-            self._end_first_forward()
+        """Collective: training begins, or goes on with models that were added."""
+        if self._started:
+            return
+        self._started = True
+        self._end_first_forward()
         if self._shape is None and not self._alone:
             self.group.freeze()
             self._bind(self.group.size, float(self.group.size))

@@ -44,6 +44,8 @@ class DriftCheck:
         Args:
             names: of the parameters by identity; others are not looked at.
         """
+        if not self._size:
+            return
         self._steps += 1
         numbers = tuple(v for group in optimizer.param_groups for v in group.values() if isinstance(v, int | float))
         self._hyperparameters = hash((self._hyperparameters, self._steps, numbers))
