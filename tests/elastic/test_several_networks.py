@@ -1,4 +1,4 @@
-"""A worker of a loop with two networks is killed: the step that it was lost in leaves no trace, wherever it was."""
+"""A worker is killed in a step or after it: a step that is void leaves no trace, one that was taken counts once."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ world.close()
 """.replace("STEPS", str(STEPS)).replace("HIT", str(HIT))
 
 
-def looped(path: Path, where: str, *how: str) -> dict[str, str]:
+def looped(path: Path, where: str, *how: str, script: str = SCRIPT) -> dict[str, str]:
     """What worker 0 printed, by its first words."""
     path.mkdir(exist_ok=True)
-    (path / "loop.py").write_text(SCRIPT)
+    (path / "loop.py").write_text(script)
     done = subprocess.run(
         [sys.executable, *how, "loop.py", str(path), where], cwd=path, capture_output=True, text=True, timeout=150,
         stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -88,3 +88,45 @@ def test_a_step_of_two_networks_that_a_worker_is_lost_in_is_taken_again(
     """The others go back to before the step, also where the first of two optimizers has stepped already."""
     told = looped(tmp_path, where, "-m", "unisono", "launch", "--workers", "3", "--run-dir", "run")
     assert told == {"void": str(void), "weights": undisturbed["weights"]}
+
+
+AFTER_STEP = """
+import os, pathlib, signal, sys, time
+import torch
+from torch import nn
+import unisono
+from unisono.checkpoint import fingerprint
+
+here, averages = pathlib.Path(sys.argv[1]), sys.argv[2] == "mean"
+world = unisono.join(threads=1, device="cpu")
+torch.manual_seed(0)
+data = torch.randn(96, 4, generator=torch.Generator().manual_seed(3))
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+model, optimizer = world.bind(model, torch.optim.Adam(model.parameters(), lr=1e-2), compress=unisono.Exact())
+taken = []
+for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, seed=1):
+    optimizer.zero_grad()
+    for x in batches:
+        model(x).square().mean().backward()
+    if optimizer.step():
+        taken.append(batches.step)
+    struck = os.environ.get("UNISONO_RANK") == "1" and batches.step >= HIT and not (here / "hit").exists()
+    if struck and sys.argv[2] != "nowhere":
+        (here / "hit").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if averages:
+        world.mean(1.0)
+if world.rank == 0:
+    print("void", taken == list(range(STEPS)))
+    print("weights", fingerprint(model.state_dict()))
+world.close()
+""".replace("STEPS", str(STEPS)).replace("HIT", str(HIT))
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("how", ["mean", "next step"])
+def test_a_step_that_was_taken_counts_once_where_a_worker_is_lost_right_after_it(how: str, tmp_path: Path) -> None:
+    """Whether the loss shows in a mean after the step or in the next step."""
+    alone = looped(tmp_path / "alone", "nowhere", script=AFTER_STEP)
+    launch = ("-m", "unisono", "launch", "--workers", "3", "--run-dir", "run")
+    assert looped(tmp_path / "launched", how, *launch, script=AFTER_STEP) == alone

@@ -404,7 +404,7 @@ class CustomLoop:
 
     def begin_micro_batch(self, m: int, weight: float, last: bool) -> None:
         """Before micro-batch `m`; `last` of this worker in this pass."""
-        self._last = last
+        self._last, self._unfolded = last, True
         self._pass_weight += weight
         for model in self.models:
             model.begin_micro_batch(m, weight)
@@ -425,7 +425,8 @@ class CustomLoop:
         if self._entered and not self._last:
             raise UnisonoError("the next step was asked for before all micro-batches of this worker and step were "
                                "computed; batches.skip() leaves a step out")  # fmt: skip
-        self._in_step(self._complete)
+        if not self._is_complete():
+            self._in_step(self._complete)
         self._count_step()
 
     def skip(self) -> None:
@@ -442,6 +443,11 @@ class CustomLoop:
             model.drop()
         self._count_step()
 
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to exchange in this step: a worker that is lost from now on does not make it void."""
+        local = any(model.update is not None and not model.sync.gradients_only for model in self.models)
+        return not (self._unfolded or local or any(model.open for model in self.models))
+
     def _complete(self) -> None:
         """Collective: what this worker and the others have still to exchange in this step."""
         if self._entered:
@@ -452,20 +458,27 @@ class CustomLoop:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        """Collective: fold the buffers."""
-        if self._entered:
+        """Collective: fold the buffers, unless they are since the last micro-batch and exchange."""
+        if self._unfolded:
+            self._unfolded = False
             for model in self.models:
                 model.fold_buffers()
 
     def _begin_item(self) -> None:
         """Between two steps: nothing of the next one is given out, computed or taken; no worker was lost in it."""
         self._given = self._entered = self._last = self._stepped = self._void = False
+        self._unfolded = self._changed = False  # buffers are to be folded; an optimizer has stepped
         self._rounds, self._pass_weight = 0, 0.0
         self._words: list[float] | None = None
 
     def _count_step(self) -> None:
         """The step of a plan has ended: count it, unless it is void, and act on the control words."""
         void, words, rounds = self._void, self._words, self._rounds
+        if void and self._changed and self.state.snapshot is None:
+            raise UnisonoError(
+                "a worker was lost in a step in which an optimizer had stepped already, and steps before had only one "
+                "exchange, so no copy of the state was kept: start again from a checkpoint"
+            )
         self._begin_item()
         for model in self.models:
             if void:
@@ -542,6 +555,8 @@ class CustomLoop:
             if not self.planned:
                 model.fold_buffers()
                 model.begin_micro_batch(self.group.rank, 1.0)
+            elif self._last:
+                self._unfolded = True
         self._rounds += 1
         self._note(words)
 
@@ -586,6 +601,7 @@ class CustomLoop:
             result = self._plain_step(optimizer, closure)
         else:
             result = self._in_step(lambda: self._shared_step(optimizer, closure))
+            self._changed = self._changed or not self._void
         if self.group.recovers:  # what a loop does between steps is no part of one, and may take longer
             self._watch.set_phase(Phase.EVALUATION, self.group.comm)
         if not self.planned:
