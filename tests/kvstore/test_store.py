@@ -554,7 +554,7 @@ def test_the_others_learn_that_a_worker_is_lost_whose_push_they_wait_for(bound) 
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_a_store_that_is_closed_after_an_error_waits_for_nobody(name) -> None:
+def test_a_store_that_is_closed_after_an_error_does_not_wait_for_other_workers(name) -> None:
     def work(kv: KVStore) -> None:
         raise ValueError("of the script")
 
@@ -562,7 +562,7 @@ def test_a_store_that_is_closed_after_an_error_waits_for_nobody(name) -> None:
         on_workers(name, 2, work)
 
 
-def test_a_store_waits_until_nobody_needs_its_values() -> None:
+def test_a_store_waits_until_no_other_worker_needs_its_values() -> None:
     def work(kv: KVStore) -> float:
         kv.init(["a", "b", "c"], [np.full(3, 2.0)] * 3)
         if kv.rank < 2:

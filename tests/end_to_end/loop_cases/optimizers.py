@@ -360,7 +360,7 @@ def embeddings_apart(env: Environment) -> Numbers:
 
 @case(own=EITHER, steps=EITHER, why="the second optimizer is not bound")
 def new_optimizer_not_bound(env: Environment) -> Numbers:
-    """Half-way, the loop goes on with another optimizer, and tells nobody."""
+    """Half-way, the loop continues with another optimizer, which is not bound."""
     model = net()
     model, optimizer = env.bind(model, sgd(model))
     return _with_new_optimizer(env, model, optimizer, lambda: adam(model))

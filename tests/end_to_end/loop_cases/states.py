@@ -255,7 +255,7 @@ def forward_in_training_mode_between_steps(env: Environment) -> Numbers:
 
 @case()
 def forward_with_graph_that_is_dropped(env: Environment) -> Numbers:
-    """Before each backward pass a graph is built that nobody uses."""
+    """Before each backward pass a graph is built that has no backward pass."""
     model = net()
     model, optimizer = env.bind(model, sgd(model))
 

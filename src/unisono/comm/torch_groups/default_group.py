@@ -195,7 +195,7 @@ def _cause(error: BaseException | None) -> CommunicationError | None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches whose keys are device meshes: the next meshes are equal to those whose groups are closed."""
+    """Clear torch's caches that are keyed by device mesh: a new mesh equals an old one whose groups are closed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return
