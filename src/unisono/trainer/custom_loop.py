@@ -444,9 +444,12 @@ class CustomLoop:
         self._count_step()
 
     def _is_complete(self) -> bool:
-        """Whether nothing is left to exchange in this step: a worker that is lost from now on does not make it void."""
-        local = any(model.update is not None and not model.sync.gradients_only for model in self.models)
-        return not (self._unfolded or local or any(model.open for model in self.models))
+        """Whether nothing is left to exchange in this step: a worker that is lost from now on does not make it void.
+
+        Local steps are complete at the next synchronization only: until then a lost worker takes its steps with it.
+        """
+        untaken = any(model.update is not None and not model.sync.gradients_only for model in self.models)
+        return not (self.state.local_steps or untaken or self._unfolded or any(model.open for model in self.models))
 
     def _complete(self) -> None:
         """Collective: what this worker and the others have still to exchange in this step."""
