@@ -1,17 +1,22 @@
-"""torch's DistributedDataParallel, by its interface: a script of DDP runs after one import is changed."""
+"""torch's DistributedDataParallel, by its interface: a script of DDP runs after one import is changed.
+
+The class is a subclass of torch's, of which it uses nothing, so that libraries that look for torch's know what it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from unisono.compress import Cast, Compressor, PowerSGD
 from unisono.errors import InvalidInput, UnisonoError
+from unisono.sync import AllReduce, Synchronizer
 from unisono.world import World, join
 
 
@@ -21,11 +26,11 @@ def default_world() -> World:
     return join()
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Wraps `module`: each backward pass leaves the mean gradient over all workers in ``grad``.
 
-    Has the interface of ``torch.nn.parallel.DistributedDataParallel``: ``module``, ``no_sync()``, ``join()``,
-    ``register_comm_hook()``, and the keys of its ``state_dict()``. Parameters may be unused, in any pass and on any
+    Has the interface of torch's class: ``module``, ``no_sync()``, ``join()``, ``register_comm_hook()``, and the keys of
+    its ``state_dict()``. Parameters may be unused, in any pass and on any
     worker. All workers start from the weights and buffers of worker 0. Running statistics of normalization layers are
     folded over all workers, where torch takes those of worker 0.
 
@@ -36,7 +41,7 @@ class DistributedDataParallel(nn.Module):
         init_sync, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph:
             without effect, since what they choose is not needed here.
         world: from `unisono.join`; None: the one of this process.
-        compress: as in `Config`.
+        sync, compress: as in `Config`. Other synchronizers than `AllReduce` need `bind`.
 
     Raises:
         InvalidInput: an argument asks for what is not supported.
@@ -58,9 +63,10 @@ class DistributedDataParallel(nn.Module):
         static_graph: bool = False,
         *,
         world: World | None = None,
+        sync: Synchronizer | str = AllReduce(),
         compress: Compressor | str = Cast(),
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's class, which would exchange the gradients once more
         if process_group is not None:
             raise InvalidInput("process_group", process_group, "the workers of a world are all of a run",
                                "leave it out, or pass world=")  # fmt: skip
@@ -70,7 +76,8 @@ class DistributedDataParallel(nn.Module):
             raise InvalidInput("broadcast_buffers", False, "buffers are always equal on all workers", "leave it out")
         self.module = module
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._compress, self._begun = compress, False
+        self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
+        self._sync, self._compress, self._begun = sync, compress, False
         # Not an attribute of the module, which would be copied and pickled with it.
         self.__dict__["_world"] = world or default_world()
         self.world.share(module)
@@ -84,16 +91,34 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_world"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+
+    def bind(self, *optimizers: Optimizer) -> None:
+        """Collective, before the first forward pass: the steps of these `optimizers` are part of the synchronizer's, as
+        local steps and parameter servers need it. `AllReduce` needs no call.
+
+        Raises:
+            UnisonoError: training has begun.
+            InvalidInput: the synchronizer takes one optimizer, or the optimizers do not fit the module.
+        """
+        if self._begun:
+            raise UnisonoError("bind came after the first forward pass: call it before")
+        self._begun = True
+        self.world.bind(self.module, *optimizers, sync=self._sync, compress=self._compress)
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
-        if not self._begun and self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled():
             self._begin()
         return self.module(*inputs, **named)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """See `World.no_sync`."""
         self._begin()
-        return self.world.no_sync()
+        with self.world.no_sync():
+            yield
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -125,8 +150,7 @@ class DistributedDataParallel(nn.Module):
 
     def _begin(self) -> None:
         if not self._begun:
-            self._begun = True
-            self.world.bind(self.module, compress=self._compress)
+            self.bind()
 
 
 def _compressor(state: Any, name: str) -> Compressor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +94,70 @@ def test_workers_may_run_out_of_data_at_different_times() -> None:
     expected = plain(3, steps=5, ranks=lambda step: [rank for rank in range(3) if step < last[rank]])
     for found in simulate(3, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("sync", ["LocalSGD(every=2)", "DiLoCo(every=2)", "ParameterServer()"])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_synchronizer_takes_the_steps_of_a_bound_optimizer(sync: str, closes: bool) -> None:
+    """As those of `world.bind`, also where the step is given a closure that computes the gradients."""
+
+    def run(comm, wrapped: bool) -> torch.Tensor:
+        world, model = world_of(comm), net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+        if wrapped:
+            model = DDP(model, world=world, sync=sync)
+            model.bind(optimizer)
+        else:
+            world.bind(model, optimizer, sync=sync)
+        for step in range(STEPS):
+            x, y = mine(step, comm.rank, 2)
+
+            def compute() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            if wrapped and closes:
+                assert optimizer.step(compute).item() > 0
+            else:
+                compute()
+                optimizer.step()
+        world.synchronize()
+        return weights(model)
+
+    expected = simulate(2, partial(run, wrapped=False))
+    found = simulate(2, partial(run, wrapped=True))
+    assert all(torch.equal(each, expected[0]) for each in [*found, *expected])
+    assert not torch.equal(expected[0], weights(net()))
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of the user's."""
+
+
+def test_what_may_call_a_closure_twice_takes_no_local_steps() -> None:
+    def run(comm) -> None:
+        model = DDP(net(), world=world_of(comm), sync="LocalSGD(every=2)")
+        optimizer = Own(model.parameters())
+        model.bind(optimizer)
+        x, y = mine(0, comm.rank, 2)
+        F.mse_loss(model(x), y).backward()
+        with pytest.raises(InvalidInput, match=r"closure = Own: it may compute the loss several times"):
+            optimizer.step(lambda: F.mse_loss(model(x), y))
+
+    simulate(2, run)
+
+
+def test_libraries_take_it_for_the_class_of_torch() -> None:
+    def run(comm) -> None:
+        model = DDP(net(), world=world_of(comm))
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        copied = copy.deepcopy(model)
+        assert torch.equal(weights(copied), weights(model))
+        assert model.train(False).module.training is False
+
+    simulate(2, run)
 
 
 def test_several_models_have_a_class_each() -> None:

@@ -624,11 +624,9 @@ class CustomLoop:
                 "that of this worker's data alone", "unfreeze it before the forward pass of a module")  # fmt: skip
         models = optimizer.models
         local = next((model for model in models if not model.sync.gradients_only), None)
-        if closure is not None:
-            if local is not None:
-                raise InvalidInput("closure", closure, "with local steps or servers its loss has no mean over "
-                                   "all workers", "use AllReduce(), or call step() without it")  # fmt: skip
+        if closure is not None and local is None:
             return self._plain_step(optimizer, self._with_mean_loss(closure))
+        loss = self._local_loss(optimizer.optimizer, closure) if closure is not None else None
         for model in models:
             if model.rounds == optimizer.rounds.get(model, 0):
                 model.check_gradients()
@@ -641,7 +639,16 @@ class CustomLoop:
                 model.take_step(lambda: None)
             return self._plain_step(optimizer, None)
         self._note(local.take_step(lambda: self._plain_step(optimizer, None)))
-        return None
+        return loss
+
+    def _local_loss(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """The closure's loss on this worker, before a step that is local or a server's: its gradients are computed."""
+        if not type(optimizer).__module__.startswith("torch.optim"):  # those that call it twice are not bound
+            raise InvalidInput("closure", type(optimizer).__name__, "it may compute the loss several times, which with "
+                               "local steps or servers has no mean over all workers",
+                               "use AllReduce(), or call closure() and then step()")  # fmt: skip
+        with torch.enable_grad():
+            return closure()
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure`, with the mean of its losses over all workers, so that all of them decide alike."""
