@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.compress import Cast, Compressor, PowerSGD
+from unisono.config import checked
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.sync import AllReduce, Synchronizer
 from unisono.world import World, join
@@ -106,6 +107,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise UnisonoError("bind came after the first forward pass: call it before")
         self._begun = True
         self.world.bind(self.module, *optimizers, sync=self._sync, compress=self._compress)
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Whether the synchronizer needs `bind`."""
+        return not (self._begun or isinstance(checked(sync=self._sync)["sync"], AllReduce))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -42,6 +43,7 @@ WRONG = ["", "Bearer x", "Bearer " + "0" * 43, "Basic dTpw", "unisono 0:0:0"]
 TRACE = "/tmp/unisono-strangers-command"
 DANGEROUS = {"task": "os:system", "arguments": {"command": f"touch {TRACE}"}, "settings": {}, "run": "/tmp", "began": 0}
 _CONNECTIONS = 900
+_STORE_SECONDS = 3.0
 
 
 class Stranger:
@@ -124,13 +126,15 @@ class Stranger:
 
     def stores(self) -> None:
         """Keys of a rendezvous as torch's store writes them."""
-        c10d = stores_module()
+        forked = multiprocessing.get_context("fork")
         for port in self.ports:
-            with contextlib.suppress(RuntimeError):
-                store = c10d.TCPStore(self.address, port, None, False, timedelta(seconds=0.2), wait_for_workers=False)
-                store.set_timeout(timedelta(seconds=0.2))
-                for attempt in range(30):
-                    store.set(f"attempt/{attempt}/meeting/1/-0-1-2/gloo/listening/0", "no JSON {" * 10_000)
+            # torch's client waits without end for a port that accepts and says nothing, and heeds no signal meanwhile.
+            attempt = forked.Process(target=write_to_store, args=(self.address, port), daemon=True)
+            attempt.start()
+            attempt.join(_STORE_SECONDS)
+            attempt.kill()
+            attempt.join()
+            if attempt.exitcode == 0:
                 self.broken.append(f"port {port} lets a store be written")
             self.done["stores tried"] += 1
 
@@ -278,6 +282,18 @@ class Member:
         for odd in (None, -1, 1e308, 10**400, "", noise, "x" * 100_000, [], [noise] * 1000, {}, {noise: noise}):
             yield {"worker": odd, "workers": odd, "launcher": odd, "doing": odd, "step": odd, "view": odd, noise: odd}
             yield odd
+
+
+def write_to_store(address: str, port: int) -> None:
+    """Exits with 0 if a store there takes keys."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        store = stores_module().TCPStore(address, port, None, False, timedelta(seconds=0.2), wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=0.2))
+        for attempt in range(30):
+            store.set(f"attempt/{attempt}/meeting/1/-0-1-2/gloo/listening/0", "no JSON {" * 10_000)
+    except RuntimeError:
+        raise SystemExit(1) from None
 
 
 def stores_module() -> Any:

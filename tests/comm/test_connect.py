@@ -146,6 +146,14 @@ def test_over_tcp_nothing_listens_beyond_the_given_address(local_size: int) -> N
     assert all(address.startswith("0100007F:") for worker in listening for address in worker)
 
 
+def test_a_port_of_another_program_that_answers_nothing_is_named_within_the_deadline() -> None:
+    """torch's client itself waits for such a program without end."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PeerLost, match=f"no store is served at 127.0.0.1:{port}: another program accepts"):
+            connect(1, 2, rendezvous=f"tcp://127.0.0.1:{port}", local_size=1, timeout_seconds=0.5)
+
+
 def test_a_port_that_is_taken_is_refused_with_a_cure() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

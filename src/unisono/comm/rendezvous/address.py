@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from unisono.comm.rendezvous.token_store import TokenStore
 from unisono.errors import InvalidInput, PeerLost
 
 _STORE = "store-"
+_SILENT_SECONDS = 1.0  # after the deadline of the attempts, which torch heeds unless the other side is silent
 _SHORTEST_ATTEMPT_SECONDS, _LONGEST_ATTEMPT_SECONDS = 0.1, 1.0
 _CURE = "write file:///private/directory or tcp://host:port"
 
@@ -124,13 +126,23 @@ def _tcp_store(address: RendezvousAddress, rank: int, timeout: timedelta, abort:
         )
     end = resolve(address)[4][:2]
     before = connections_to(end).items()
-    # After an abort, torch would go on waiting in a connection that was opened here: that connection is shut down.
-    abort.add_callback(lambda: shut_down(dict(connections_to(end).items() - before)))
+
+    def give_up() -> None:
+        # torch would go on waiting in a connection that was opened here.
+        shut_down(dict(connections_to(end).items() - before))
+
+    abort.add_callback(give_up)
+    seconds = timeout.total_seconds()
+    silent = threading.Timer(seconds + _SILENT_SECONDS, give_up)
+    silent.daemon = True
+    silent.start()
     try:
-        return abort.run("connect", partial(_connect_tcp, address, time.monotonic() + timeout.total_seconds(), abort))
+        return abort.run("connect", partial(_connect_tcp, address, time.monotonic() + seconds, abort))
     except RuntimeError as error:
-        where = f"{address.host}:{address.port}"
-        raise PeerLost([0], "connect", f"no store is served at {where}: {str(error).splitlines()[0]}") from error
+        cause = "another program accepts connections there" if silent.finished.is_set() else str(error).splitlines()[0]
+        raise PeerLost([0], "connect", f"no store is served at {address.host}:{address.port}: {cause}") from error
+    finally:
+        silent.cancel()
 
 
 def _connect_tcp(address: RendezvousAddress, deadline: float, abort: Abort) -> c10d.Store:
