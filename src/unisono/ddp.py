@@ -5,6 +5,7 @@ The class is a subclass of torch's, of which it uses nothing, so that libraries 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -18,13 +19,19 @@ from unisono.compress import Cast, Compressor, PowerSGD
 from unisono.config import checked
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.sync import AllReduce, Synchronizer
-from unisono.world import World, join
+from unisono.world import World, join_group
+
+_group = cache(join_group)
 
 
 @cache
-def default_world() -> World:
-    """The world of this process, which the first use joins: as torch.distributed has one default process group."""
-    return join()
+def default_world(sync: Synchronizer = AllReduce(), compress: Compressor = Cast()) -> World:
+    """The world of this process for models with these options.
+
+    The first use joins the other workers; all worlds have this group, as torch.distributed has one default process
+    group.
+    """
+    return World(*_group("auto", "auto", 0, 300.0))
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -78,19 +85,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.module = module
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
-        self._sync, self._compress, self._begun = sync, compress, False
-        # Not an attribute of the module, which would be copied and pickled with it.
-        self.__dict__["_world"] = world or default_world()
+        options = checked(sync=sync, compress=compress)
+        self._sync, self._compress, self._begun = options["sync"], options["compress"], False
+        self._given = world
         self.world.share(module)
 
     @property
     def world(self) -> World:
         """The workers."""
-        world: World = self.__dict__["_world"]
-        return world
+        return self._given or default_world(self._sync, self._compress)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_world"}
+        return {**self.__dict__, "_given": None, "_begun": False}  # a copy is bound by itself
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
@@ -105,13 +111,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if self._begun:
             raise UnisonoError("bind came after the first forward pass: call it before")
-        self._begun = True
-        self.world.bind(self.module, *optimizers, sync=self._sync, compress=self._compress)
+        self._begun, world = True, self.world
+        world.bind(self.module, *optimizers, sync=self._sync, compress=self._compress)
+        weakref.finalize(self, world.release, self.module).atexit = False
 
     @property
     def needs_optimizer(self) -> bool:
         """Whether the synchronizer needs `bind`."""
-        return not (self._begun or isinstance(checked(sync=self._sync)["sync"], AllReduce))
+        return not (self._begun or isinstance(self._sync, AllReduce))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
@@ -141,6 +148,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return nullcontext()
         self._begin()
         return self.world.uneven_inputs()
+
+    def join_hook(self, **named: Any) -> Any:
+        """Raises `InvalidInput`: ``torch.distributed.algorithms.Join`` asks workers in messages of torch's class."""
+        raise InvalidInput("Join", type(self).__name__, "not one of its joinables", "write with model.join() instead")
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Compress gradients as torch's `hook` does, one of ``torch.distributed.algorithms.ddp_comm_hooks`` that halves

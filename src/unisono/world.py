@@ -177,6 +177,12 @@ class World:
         nothing: Any = OptimizerSet([])
         start_alike(self._group.comm, module, nothing)
 
+    def release(self, module: nn.Module) -> None:
+        """Give a bound model back, with the optimizers that have parameters of no other: its gradients are this
+        worker's own again. All workers call it alike, between two steps. Not in a loop over `steps`.
+        """
+        self._bound().remove(module)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes add this worker's own gradients to ``grad``, as DistributedDataParallel's ``no_sync``
         does. The next backward pass outside averages all of it. Not in a loop over `steps`, which adds up by itself.

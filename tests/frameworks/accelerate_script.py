@@ -1,7 +1,7 @@
 """Trains by Accelerate and by transformers' Trainer, in several ways: ``python accelerate_script.py FILE``.
 
-Worker 0 writes what each way came to into the JSON file. Under a launcher, workers exchange gradients by Unisono; alone,
-the process computes what all of them should come to.
+Worker 0 writes what each way came to into the JSON file. Under a launcher, workers exchange gradients by Unisono. A
+process that is alone computes what all of them should come to.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 from tests.trainer.small_loops import SHARE, STEPS, net, samples, world_of
@@ -112,7 +115,7 @@ def test_a_synchronizer_takes_the_steps_of_a_bound_optimizer(sync: str, closes: 
         for step in range(STEPS):
             x, y = mine(step, comm.rank, 2)
 
-            def compute() -> torch.Tensor:
+            def compute(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
@@ -158,6 +161,28 @@ def test_libraries_take_it_for_the_class_of_torch() -> None:
         assert model.train(False).module.training is False
 
     simulate(2, run)
+
+
+def test_a_model_that_is_gone_is_released() -> None:
+    """As the models of a search for hyperparameters, one after the other."""
+
+    def run(comm) -> list[bool]:
+        world, gone = world_of(comm), []
+        for seed in range(3):
+            model = DDP(net(seed), world=world)
+            x, y = mine(0, comm.rank, 2)
+            F.mse_loss(model(x), y).backward()
+            gone.append(weakref.ref(model.module[0].weight))
+            kept = model.module[2].weight if seed == 2 else None
+            del model
+        gc.collect()
+        own = torch.ones(1, 1) * comm.rank
+        kept.grad = None
+        (own * kept.sum()).sum().backward()
+        assert torch.equal(kept.grad, torch.full_like(kept, comm.rank))  # the worker's own again
+        return [each() is None for each in gone]
+
+    assert simulate(2, run) == [[True] * 3] * 2
 
 
 def test_several_models_have_a_class_each() -> None:
@@ -207,6 +232,8 @@ def test_what_is_not_supported_is_refused() -> None:
         world = world_of(comm)
         with pytest.raises(InvalidInput, match="process_group = 3: the workers of a world are all of a run"):
             DDP(net(), process_group=3, world=world)
+        with pytest.raises(InvalidInput, match=r"write with model.join\(\) instead"), Join([DDP(net(), world=world)]):
+            pass
         with pytest.raises(InvalidInput, match="broadcast_buffers = False"):
             DDP(net(), broadcast_buffers=False, world=world)
         with pytest.raises(InvalidInput, match="hook = <lambda>: not one of torch's"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from unisono.errors import InvalidInput
 
 
 def start_alike(
-    comm: Communicator, model: nn.Module, optimizer: Optimizer, known: Collection[int] = frozenset()
+    comm: Communicator, model: nn.Module, optimizer: Optimizer, known: Container[Tensor] = ()
 ) -> None:
     """Collective: give all workers of `comm` the weights and the optimizer state of worker 0.
 
     Args:
-        known: identities of tensors that are equal on all workers already, and are not written.
+        known: tensors, by identity, that are equal on all workers already, and are not written.
 
     Raises:
         InvalidInput: the workers' models, or the groups of their optimizers, differ.
@@ -32,7 +32,7 @@ def start_alike(
     check_optimizers(comm, model, optimizer)
     with torch.no_grad():
         for _, tensor in sorted(weights_of(model).items()):
-            if id(tensor) not in known:
+            if tensor not in known:
                 tensor.copy_(comm.broadcast(tensor.detach().clone()).wait())
     _share_state(comm, model, optimizer)
 

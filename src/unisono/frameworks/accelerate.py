@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
         kind = self.distributed_type
         if kind not in (*_WRAPPED, DistributedType.NO):
             raise InvalidInput("distributed_type", kind.value, "there Accelerate divides the model itself",
-                               "configure it for data parallelism, or train by unisono.train with a Layout")  # fmt: skip
+                               "configure it for data parallelism, or use unisono.train with a Layout")  # fmt: skip
         self._exchange: dict[str, Any] = {"sync": sync, "compress": compress}
 
     def prepare_model(

@@ -11,8 +11,7 @@ void, all gradients are None, and the view ends before the next step.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.config import takes_local_steps
@@ -42,6 +41,7 @@ from unisono.notation import show
 from unisono.observe import ThreadTracker
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce
+from unisono.trainer.any_step import any_step
 from unisono.trainer.bound_optimizer import BoundOptimizer, Closure
 from unisono.trainer.compatibility import check_loop, foreign_parameter
 from unisono.trainer.drift_check import DriftCheck
@@ -84,12 +84,11 @@ class CustomLoop:
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
         self._flags: Communicator | None = None  # where workers may run out of data at different times
-        self._any_step = _while_alive(weakref.WeakMethod(self._before_any_step))
-        weakref.finalize(self, self._any_step.remove)
+        any_step().add(self._before_any_step)
         self._drift = DriftCheck(0, 1)
         self._names: dict[int, str] = {}  # of all trained parameters, by their identities
         self._had_data = 0  # a rank that was among the last to have data
-        self._known = set[int]()  # the identities of tensors that all workers have alike
+        self._known = WeakTensorKeyDictionary()  # of tensors that all workers have alike; only its keys count
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
         self._begin_item()
         self._task: int | None = None  # the backward pass that runs, by autograd's number, and whether it exchanges
@@ -130,6 +129,16 @@ class CustomLoop:
             for model in self.models if not self._alone else ():
                 model.attach()
 
+    def remove(self, module: nn.Module) -> None:
+        """See `World.release`."""
+        if self.planned:
+            raise UnisonoError("world.release came after world.steps: its models are trained until its end")
+        for model in [each for each in self.models if each.local.model is module]:
+            self.models.remove(model)
+        self._release_replaced()
+        self._build_state([each.local.model for each in self.models], [each.optimizer for each in self.optimizers])
+        self.find_parameters()
+
     def _release_replaced(self) -> None:
         """An optimizer with a parameter that is in none of the models any more is not bound any more."""
         every = {id(p) for model in self.models for p in model.local.model.parameters()}
@@ -139,14 +148,19 @@ class CustomLoop:
 
     def _agree(self, modules: Sequence[nn.Module], new_optimizers: Sequence[Optimizer]) -> None:
         """Collective: the modules and optimizers that are new start from what worker 0 has."""
+        whole = self._build_state(modules, [*(each.optimizer for each in self.optimizers), *new_optimizers])
+        if not self.group.late:
+            start_alike(self.group.comm, whole, OptimizerSet.of(new_optimizers), self._known)
+        self._known.update(dict.fromkeys(weights_of(whole).values()))
+
+    def _build_state(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module:
+        """The state of the loop is that of these. Returns the modules as one."""
         whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        every = OptimizerSet.of([*(each.optimizer for each in self.optimizers), *new_optimizers])
+        every = OptimizerSet.of(optimizers)
         self.state.build(LocalModel.whole(whole), every)
         assert self.state.extra is not None
         self.state.extra.replace_optimizer(every)
-        if not self.group.late:
-            start_alike(self.group.comm, whole, OptimizerSet.of(new_optimizers), self._known)
-        self._known |= {id(tensor) for tensor in weights_of(whole).values()}
+        return whole
 
     def find_parameters(self) -> None:
         """Collective if there are any: train parameters that were added to a model, or unfrozen.
@@ -154,14 +168,14 @@ class CustomLoop:
         Raises:
             InvalidInput: an optimizer has parameters of none of the models, or the synchronizer cannot take new ones.
         """
-        owned, known = set[int](), self._known
+        owned = set[int]()
         for model in self.models:
             trained = {
                 name: p for name, p in model.local.model.named_parameters() if p.requires_grad and id(p) not in owned
             }
             owned |= {id(p) for p in trained.values()}
             if any(model.parameters.get(name) is not p for name, p in trained.items()):
-                self._share_new(weights_of(model.local.model), known)
+                self._share_new(weights_of(model.local.model))
                 if model.parameters and not isinstance(self._options.sync, AllReduce):
                     raise InvalidInput(
                         "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
@@ -176,14 +190,14 @@ class CustomLoop:
                     raise foreign_parameter(parameter)
         self._watch_frozen()
 
-    def _share_new(self, tensors: Mapping[str, Tensor], known: Collection[int]) -> None:
-        """Collective: those of `tensors` that are not `known` yet become those of worker 0."""
+    def _share_new(self, tensors: Mapping[str, Tensor]) -> None:
+        """Collective: those of `tensors` that are not known yet become those of worker 0."""
         if self.models.bound:
             with torch.no_grad():
                 for _, tensor in sorted(tensors.items()):
-                    if id(tensor) not in known:
+                    if tensor not in self._known:
                         tensor.copy_(self.group.comm.broadcast(tensor.detach().clone()).wait())
-        self._known |= {id(tensor) for tensor in tensors.values()}
+        self._known.update(dict.fromkeys(tensors.values()))
 
     def _watch_frozen(self) -> None:
         """Look for parameters that are unfrozen later, before each forward pass of a module that has frozen ones."""
@@ -233,7 +247,7 @@ class CustomLoop:
 
     def release(self) -> None:
         """Give models and optimizers back as they were."""
-        self._any_step.remove()
+        any_step().remove(self._before_any_step)
         for hook in self._thaw_hooks:
             hook.remove()
         self._end_first_forward()
@@ -708,13 +722,3 @@ class CustomLoop:
         self.models.synchronize()
         if self.group.recovers and self.state.local_steps:
             self.views.commit(self.models)
-
-
-def _while_alive(act: weakref.WeakMethod[Callable[[Optimizer], None]]) -> RemovableHandle:
-    """Call `act` before the step of any optimizer of this process, as long as its loop exists."""
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if (alive := act()) is not None:
-            alive(optimizer)
-
-    return register_optimizer_step_pre_hook(before)

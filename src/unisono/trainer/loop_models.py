@@ -16,6 +16,8 @@ class LoopModels:
 
     def __init__(self) -> None:
         self._models: list[LoopModel] = []
+        self._numbers: dict[LoopModel, int] = {}  # of their channels, which no other model had before
+        self._added = 0
 
     def __iter__(self) -> Iterator[LoopModel]:
         return iter(self._models)
@@ -25,13 +27,21 @@ class LoopModels:
 
     def add(self, models: Iterable[LoopModel]) -> None:
         """Append `models`."""
-        self._models += models
+        for model in models:
+            self._models.append(model)
+            self._numbers[model] = self._added = self._added + 1
+
+    def remove(self, model: LoopModel) -> None:
+        """Release `model`."""
+        self._models.remove(model)
+        del self._numbers[model]
+        model.release()
 
     def bind(self, comm: Communicator, shape: LoopShape) -> None:
         """Collective: bind those that are not bound yet to the workers of `comm`."""
-        for number, model in enumerate(self._models):
+        for model in self._models:
             if not model.bound:
-                model.bind(comm.channel(f"model {number}"), shape)
+                model.bind(comm.channel(f"model {self._numbers[model]}"), shape)
 
     @property
     def bound(self) -> bool:
