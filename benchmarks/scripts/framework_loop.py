@@ -1,7 +1,7 @@
 """Training by Lightning's Trainer and by Hugging Face's, each with DDP and with the strategy or class of ours.
 
-Started by torchrun for all ways. Models, optimizer, batch sizes and the report are those of `ddp_loop.py`; the framework
-divides samples in memory among the workers. Progress bars, logs, checkpoints and validation are off.
+Started by torchrun for all ways. Models, optimizer, batch sizes and the report are those of `ddp_loop.py`. Samples are
+in memory, and the framework divides them among the workers. Progress bars, logs, checkpoints and validation are off.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def trainer(asked: argparse.Namespace, model: WithLoss, samples: Samples) -> lis
         ddp_find_unused_parameters=False,  # its default costs DDP time, and is needed by models with unused parameters
     )  # fmt: skip
     optimizer = ddp_loop.fused(model.parameters(), asked.optimizer)
-    Trainer(model, arguments, train_dataset=samples, data_collator=lambda batch: dict(zip(("inputs", "targets"), batch)),
-            optimizers=(optimizer, None), callbacks=[Clock()]).train()  # fmt: skip
+    Trainer(
+        model, arguments, train_dataset=samples, data_collator=lambda batch: {"inputs": batch[0], "targets": batch[1]},
+        optimizers=(optimizer, None), callbacks=[Clock()]).train()  # fmt: skip
     return marks
 
 
