@@ -4,7 +4,7 @@
     python -m benchmarks NAME [its options]
 
 Run by name only: benchmarks on slow networks (an hour or more), those that kill or freeze workers (ten minutes each),
-and those of a layout's memory and of unequal workers, which need root.
+that of drop-in interfaces (twenty minutes), and those of a layout's memory and of unequal workers, which need root.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks import FOLDERS
 
 LIBRARIES = {"killed_training"}
 BY_NAME_ONLY = {
-    "compressors", "failures", "freezes", "layout_memory", "links", "recovery", "simulate", "straggler",
-    "time_to_loss", "unequal",
+    "compressors", "drop_ins", "failures", "freezes", "layout_memory", "links", "recovery", "simulate",
+    "straggler", "time_to_loss", "unequal",
 }  # fmt: skip
 
 

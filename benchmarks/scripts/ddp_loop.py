@@ -1,7 +1,7 @@
-"""One training loop for three ways of distributing it; only `distribute` differs.
+"""One training loop for all ways of distributing it; only `distribute` differs.
 
-Started alone (``plain``), by torchrun (``ddp``) or by ``unisono launch`` (``unisono``). The model, the optimizer, the
-batches in memory and the loop are the same for all three. Rank 0 writes a report.
+Started alone (``plain``), by torchrun (``ddp``, ``drop-in``) or by ``unisono launch`` (``unisono``, ``horovod``). The
+model, the optimizer, the batches in memory and the loop are the same for all. Rank 0 writes a report.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BATCHES = 16  # distinct batches in memory, used in turn
+WAYS = ("plain", "ddp", "drop-in", "unisono", "horovod")
 CHECKED_STEP = 10  # whose loss is reported, so that a way that computes something else is found out
 
 
@@ -52,14 +53,26 @@ def distribute(
     way: str, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     """The lines that differ: this worker's rank, what the loop is to use, and how to leave."""
-    if way == "ddp":
+    if way in ("ddp", "drop-in"):  # which differ by this import
+        if way == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+        else:
+            from unisono import DistributedDataParallel
+
         torch.distributed.init_process_group("gloo")
-        return torch.distributed.get_rank(), nn.parallel.DistributedDataParallel(model), optimizer, leave_ddp
+        return torch.distributed.get_rank(), DistributedDataParallel(model), optimizer, leave_ddp
     if way == "unisono":
         import unisono
 
         world = unisono.join()
         return world.rank, *world.bind(model, optimizer), world.close
+    if way == "horovod":
+        import unisono.horovod as hvd
+
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return hvd.rank(), model, optimizer, hvd.shutdown
     return 0, model, optimizer, lambda: None
 
 
@@ -69,8 +82,13 @@ def leave_ddp() -> None:
     os._exit(0)
 
 
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy over all positions."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
 def main() -> None:
-    asked = arguments()
+    asked = arguments(__doc__, WAYS)
     torch.manual_seed(0)
     model = build(asked.model)
     optimizer = fused(model.parameters(), asked.optimizer)
@@ -83,28 +101,39 @@ def main() -> None:
     for step in range(asked.warmup + asked.steps):
         inputs, targets = batches[step % BATCHES]
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
         marks.append(time.monotonic())
 
     if rank == 0 and asked.report:
-        timed = [b - a for a, b in pairwise(marks[asked.warmup :])]
-        report = {
-            "step_seconds_median": statistics.median(timed),
-            "step_seconds_mean": statistics.mean(timed),
-            "first_step_at_seconds": marks[1],
-            "loss": float(losses[min(CHECKED_STEP, len(losses) - 1)]),
-            "parameters": sum(p.numel() for p in model.parameters()),
-        }
-        asked.report.write_text(json.dumps(report))
+        write_report(asked, marks, losses, model)
     leave()
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=("plain", "ddp", "unisono"))
+def write_report(asked: argparse.Namespace, marks: Sequence[float], losses: Sequence[Tensor], model: nn.Module) -> None:
+    """Writes what a benchmark reads.
+
+    Args:
+        marks: seconds at the beginning, and at the end of each step.
+        losses: of each step.
+    """
+    timed = [b - a for a, b in pairwise(marks[asked.warmup :])]
+    report = {
+        "step_seconds_median": statistics.median(timed),
+        "step_seconds_mean": statistics.mean(timed),
+        "first_step_at_seconds": marks[1],
+        "loss": float(losses[min(CHECKED_STEP, len(losses) - 1)]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    asked.report.write_text(json.dumps(report))
+
+
+def arguments(description: str | None, ways: Sequence[str]) -> argparse.Namespace:
+    """The options of a script that has these ways."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("way", choices=ways)
     parser.add_argument("--model", choices=("mlp", "gpt"), default="mlp")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--batch", type=int, default=32, help="samples per worker and step")

@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks.__main__ import main as run_by_name
 from benchmarks.elasticity import coordinator
 from benchmarks.harness import Claim, Spread, Verdict
 from benchmarks.netlab.errors import Unavailable
-from benchmarks.single_run import gpu, layout_memory, layout_speed, unequal
+from benchmarks.single_run import drop_ins, gpu, layout_memory, layout_speed, steps, unequal
 
 ROOT = Path(__file__).parents[2]
 FASTER, QUICKER = Claim("faster", 2.0), Claim("sooner", 0.4, at_least=False)
@@ -97,6 +98,30 @@ def test_ways_that_do_not_compute_the_same_are_not_compared() -> None:
     layout_speed.compare(case, {"a": [1.0, 1.00005], "b": [1.0, 1.0]})
     with pytest.raises(SystemExit, match="did not compute the same"):
         layout_speed.compare(case, {"a": [1.0, 1.0], "b": [1.0, 1.001]})
+
+
+def test_steps_of_two_ways_with_different_losses_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"unisono": 5.5, "ddp": 5.5005}
+
+    def ran(command: list[str]) -> harness.Ran:
+        way = next(word for word in command if word in losses)
+        return harness.Ran({"loss": losses[way], "step_seconds_median": 0.5}, 0.0, 1.0)
+
+    monkeypatch.setattr(harness, "run", ran)
+    verdict = steps.measure(steps.CASES[0], "sgd", 1)
+    assert (verdict.ours, verdict.theirs, verdict.peer) == ([2.0], [2.0], "DDP on gloo")
+    losses["ddp"] = 5.6
+    with pytest.raises(SystemExit, match="do not compute the same"):
+        steps.measure(steps.CASES[0], "sgd", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("interface", drop_ins.INTERFACES, ids=lambda interface: interface.name)
+def test_an_interface_computes_what_the_one_does_whose_place_it_takes(interface: drop_ins.Interface) -> None:
+    if missing := interface.missing():
+        pytest.skip(f"{', '.join(missing)} not installed")
+    case = replace(interface.cases()[0], warmup=0, steps=11)
+    assert steps.measure(case, "adamw", 1).ratio.median > 0
 
 
 def test_what_a_worker_holds_is_that_of_the_one_with_most_above_an_empty_one() -> None:
