@@ -233,13 +233,18 @@ class CustomLoop:
         if self._shape is None:  # a worker alone, or training has not begun
             return
         trained = self._names
-        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = [p for p in parameters if id(p) in trained]
+        if mine:
             self._drift.before_step(optimizer, trained)
         if any(optimizer is each.optimizer for each in self.optimizers):
             return
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        within = {id(p) for model in self.models for p in model.local.model.parameters()}
-        if mine & within - trained.keys() or (mine & trained.keys() and not isinstance(self._options.sync, AllReduce)):
+        wrong = any(p.grad is not None for p in mine) and not isinstance(self._options.sync, AllReduce)
+        if len(mine) < len(parameters):
+            within = {id(p) for model in self.models for p in model.local.model.parameters()}
+            others = (p for p in parameters if id(p) not in trained and p.grad is not None)
+            wrong = wrong or any(id(p) in within for p in others)
+        if wrong:
             raise UnisonoError(
                 f"an optimizer ({type(optimizer).__name__}) steps parameters of a bound model that are not bound: call "
                 "model, optimizer = world.bind(model, optimizer) when you make it"
