@@ -98,3 +98,31 @@ def test_what_divides_the_model_is_refused_with_a_cure() -> None:
 
     with pytest.raises(InvalidInput, match=r"distributed_type = FSDP: there Accelerate divides the model itself"):
         Adopts.adopt(existing, AllReduce(), "Cast()")
+
+
+LOST = """
+import os, signal
+import torch
+from torch.nn import functional as F
+from unisono.frameworks.accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(5, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(1000):
+    if step == 3 and accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.randn(4, 5)).square().mean())
+    optimizer.step()
+"""
+
+
+def test_a_lost_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    done = subprocess.run([*UNISONO, str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=170)  # fmt: skip
+    assert done.returncode == 1
+    assert "worker 1" in done.stderr.splitlines()[-1], done.stderr
+    assert "SIGKILL" in done.stderr
