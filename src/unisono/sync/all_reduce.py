@@ -50,6 +50,7 @@ class AllReduce:
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
+        memory = GradientMemory()
         reduction = BucketedReduction(
             parameters,
             comm,
@@ -59,8 +60,9 @@ class AllReduce:
             control=loop.control,
             overlap=loop.overlap,
             how=_HOW[self.reduce],
+            private=memory.take if loop.visible else None,
         )
-        return BoundAllReduce(parameters, reduction, loop.sparse)
+        return BoundAllReduce(parameters, reduction, memory, loop.sparse)
 
 
 _HOW: dict[str, ReduceFunction] = {"mean": mean, "adasum": adasum}
@@ -72,10 +74,14 @@ class BoundAllReduce(BoundSynchronizer):
     gradients_only = True
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str] = frozenset()
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        reduction: BucketedReduction,
+        memory: GradientMemory,
+        sparse: frozenset[str] = frozenset(),
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
-        self._memory = GradientMemory()
+        self._memory = memory
 
     def begin(self) -> None:
         self._reduction.begin()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from unisono.sync.buckets import BucketPlan, gaps, pack, plan_buckets, refused, 
 from unisono.sync.pending_mean import PendingMean
 
 ReduceFunction = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
+
+
+PrivateMemory = Callable[[BucketPlan, int], Tensor]
+"""Gives memory of this worker alone for the mean of one bucket and as many further numbers."""
 
 
 def mean(
@@ -67,6 +72,7 @@ class BucketedReduction:
         control: the length of the control word, in numbers.
         overlap: whether the exchange of a bucket starts as soon as the bucket is full.
         how: the function that takes the mean of one bucket.
+        private: where means are wanted; None: in memory that peers may share.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class BucketedReduction:
         control: int = 0,
         overlap: bool = True,
         how: ReduceFunction = mean,
+        private: PrivateMemory | None = None,
     ) -> None:
         self.names = tuple(parameters)
         self._comm, self._polled_at = comm, comm.now()
@@ -93,9 +100,10 @@ class BucketedReduction:
         add_up = [how is mean and c.compress.is_additive for c in plans]
         channel = comm if hierarchy or all(add_up) else comm.channel("hops")
         self._gradients = [
-            Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0)
+            Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0,
+                   private=private)
             for c in plans
-        ]
+        ]  # fmt: skip
         self._tail: list[Bucket] = []  # an uncompressed bucket for the tail, if no other bucket can carry it
         if not add_up or not add_up[-1]:
             empty = BucketPlan((), torch.float32, plans[-1].device if plans else torch.device("cpu"), 0, Cast())
@@ -280,6 +288,7 @@ class Bucket:
     Args:
         channel: the channel for an exchange of several messages.
         tail: how many numbers follow the tensors: the flags of used parameters, and the control word.
+        private: see `BucketedReduction`.
 
     Attributes:
         hops: whether this round's exchange takes several messages, on `channel`.
@@ -295,8 +304,10 @@ class Bucket:
         how: ReduceFunction,
         hierarchy: Hierarchy | None,
         tail: int,
+        private: PrivateMemory | None = None,
     ) -> None:
         self.plan, self._tail, self._hierarchy, self._how = plan, tail, hierarchy, how
+        self._private = private
         self._comm, self._channel = comm, channel
         self.memory = CompressorMemory()
         self.total = (hierarchy.intra_node if hierarchy else comm).allocate(
@@ -377,8 +388,11 @@ class Bucket:
             unused.zero_()
 
     def start(self) -> None:
-        plan, comm = self.plan, self._channel if self.hops else self._comm
-        total = self.total[: plan.numel + self._tail * self.carries]
+        plan, tail = self.plan, self._tail * self.carries
+        comm: CollectiveVerbs = self._channel if self.hops else self._comm
+        if self._private and not self.hops:
+            comm = SumsInto(comm, self._private(plan, tail))
+        total = self.total[: plan.numel + tail]
         how = hierarchical(self._hierarchy, self._how) if self._hierarchy else self._how
         self._pending = PendingMean(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
 
@@ -404,3 +418,20 @@ class Bucket:
         if pointer not in self._views:
             self._views = {pointer: views(mean, self.plan.spans)}
         return self._views[pointer]
+
+
+class SumsInto:
+    """Collective operations of `comm`, whose sums that fit go into the memory `out`."""
+
+    def __init__(self, comm: CollectiveVerbs, out: Tensor) -> None:
+        self._comm, self._out = comm, out
+        self.rank, self.size = comm.rank, comm.size
+        self.gather, self.exchange, self.now = comm.gather, comm.exchange, comm.now
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._comm.bytes_sent
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Any:
+        fits = (x.numel(), dtype or x.dtype) == (self._out.numel(), self._out.dtype)
+        return self._comm.sum(x, dtype, self._out if fits and out is None else out)

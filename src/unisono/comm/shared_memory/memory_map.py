@@ -69,13 +69,7 @@ class BufferSlice:
         step = -(-numel // (size * line)) * line
         low, high = min(rank * step, numel), min((rank + 1) * step, numel)
         parts, target = [buffer[low:high] for buffer in buffers], result[low:high]
-        if result.dtype == buffers[0].dtype:
-            self._blocks = [(parts, target, target)]
-        else:
-            sums = torch.empty_like(parts[0][:_BLOCK])
-            buffer_blocks = zip(*(part.split(_BLOCK) for part in parts), strict=True)
-            blocks = zip(buffer_blocks, target.split(_BLOCK), strict=True)
-            self._blocks = [(list(added), sums[: to.numel()], to) for added, to in blocks]
+        self._buffers, self._blocks = buffers, _blocks(parts, target)
         self.result, self.offset = result, offset
         # Peers read this worker's buffer except for the slice that this worker adds, and each of them reads that slice
         # of the result.
@@ -83,9 +77,29 @@ class BufferSlice:
 
     def add_up(self) -> None:
         """Add the buffers in the order of ranks, in their dtype, and convert the sums to the dtype of the result."""
-        for (first, second, *others), total, target in self._blocks:
-            torch.add(first, second, out=total)
-            for other in others:
-                total.add_(other)
-            if total is not target:
-                target.copy_(total)
+        _add_up(self._blocks)
+
+    def add_up_into(self, out: Tensor) -> None:
+        """The same of the whole buffers, into `out`."""
+        _add_up(_blocks(self._buffers, out))
+
+
+_Block = tuple[Sequence[Tensor], Tensor, Tensor]
+"""Tensors that are added, the memory for their sum, and where it goes."""
+
+
+def _blocks(parts: Sequence[Tensor], target: Tensor) -> list[_Block]:
+    if target.dtype == parts[0].dtype:
+        return [(parts, target, target)]
+    sums = torch.empty_like(parts[0][:_BLOCK])
+    blocks = zip(zip(*(part.split(_BLOCK) for part in parts), strict=True), target.split(_BLOCK), strict=True)
+    return [(added, sums[: to.numel()], to) for added, to in blocks]
+
+
+def _add_up(blocks: Sequence[_Block]) -> None:
+    for (first, second, *others), total, target in blocks:
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        if total is not target:
+            target.copy_(total)
