@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # also in evaluation mode, in which a model may be trained
             self._begin()
         return self.module(*inputs, **named)
 

@@ -328,7 +328,13 @@ class World:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
 
         All workers call it alike. NaN also where a worker was lost, until the next step.
+
+        Raises:
+            UnisonoError: each worker takes as many steps as it can, so that calls do not pair.
         """
+        if self._loop is not None and self._loop.leases_steps:
+            raise UnisonoError("world.mean came in a loop in which each worker takes as many steps as it can, so that "
+                               "calls of workers do not pair: call it after the loop")  # fmt: skip
         mine = torch.tensor([value * weight, weight], dtype=torch.float64)
 
         def gather() -> Tensor:

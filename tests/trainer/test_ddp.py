@@ -152,6 +152,17 @@ def test_what_may_call_a_closure_twice_takes_no_local_steps() -> None:
     simulate(2, run)
 
 
+def test_a_model_in_evaluation_mode_is_trained_by_the_mean_as_well() -> None:
+    def run(comm) -> torch.Tensor:
+        model = DDP(net(), world=world_of(comm)).eval()
+        x, y = mine(0, comm.rank, 2)
+        F.mse_loss(model(x), y).backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+    first, second = simulate(2, run)
+    assert torch.equal(first, second)
+
+
 def test_libraries_take_it_for_the_class_of_torch() -> None:
     def run(comm) -> None:
         model = DDP(net(), world=world_of(comm))

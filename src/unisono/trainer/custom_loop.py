@@ -223,6 +223,11 @@ class CustomLoop:
         return self.planned or self.models.bound or self.state.progress.steps > 0
 
     @property
+    def leases_steps(self) -> bool:
+        """Whether each worker takes as many steps as it can now."""
+        return self._leasing
+
+    @property
     def _alone(self) -> bool:
         """Whether autograd's own gradients are the mean: there is no other worker, and nothing to round."""
         return not self.planned and self.group.size == 1 and all(model.lossless for model in self.models)
