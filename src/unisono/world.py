@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import claim_identity
+from unisono.launch import WorkerIdentity, claim_identity
 from unisono.launch.script import take_elastic_context
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.sync import AllReduce, Synchronizer
@@ -73,15 +74,18 @@ def join(
 
 
 def join_group(
-    device: str, communicator: str, threads: int, timeout_seconds: float
+    device: str, communicator: str, threads: int, timeout_seconds: float, identity: WorkerIdentity | None = None
 ) -> tuple[LoopGroup, torch.device, ThreadTracker]:
     """Collective: the workers, as an interface uses them that has a loop of its own; arguments and errors of `join`.
+
+    Args:
+        identity: of this worker; None: what the environment says.
 
     Returns:
         The group, where this worker computes, and what records its activity.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
-    who = claim_identity()
+    who = claim_identity(identity)
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
     watch, elastic = ThreadTracker(), take_elastic_context()
@@ -258,6 +262,25 @@ class World:
         if self._loop is None or self._loop.begun:
             raise UnisonoError("call world.load between world.bind and the first step")
         return self._loop.checkpoints.load(Path(directory))
+
+    def synchronizer_state(self) -> dict[str, Tensor]:
+        """Collective, between two steps: what a checkpoint of your own needs beside models and optimizers.
+
+        Synchronizes first. It is the same on all workers, and empty under ``AllReduce()``.
+        """
+        loop = self._bound()
+        loop.synchronize()
+        return loop.models.state_dict() if loop.models.bound else dict(loop.state.progress.shared)
+
+    def load_synchronizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """After `bind` and before the first step: continue from the `synchronizer_state` of an equal synchronizer.
+
+        Models and optimizers have been loaded by then, on all workers alike.
+        """
+        loop = self._bound()
+        if loop.begun:
+            raise UnisonoError("call world.load_synchronizer_state between world.bind and the first step")
+        loop.state.progress = replace(loop.state.progress, shared=dict(state))
 
     def steps(
         self,
