@@ -2,13 +2,14 @@
 
     Trainer(strategy=UnisonoStrategy(compress="PowerSGD(rank=2)"), devices=2)
 
-Lightning starts the workers, or finds those that torchrun, Slurm or ``unisono launch`` has started. Its own collectives,
-for example for logged metrics, stay on torch's process group.
+Lightning starts the workers, or finds those that torchrun, Slurm or ``unisono launch`` has started. Its own
+collectives, for example for logged metrics, stay on torch's process group.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +21,9 @@ try:
     from lightning.fabric.plugins import ClusterEnvironment
 except ImportError as error:
     raise ImportError("unisono.frameworks.lightning needs Lightning: pip install lightning") from error
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import DDPStrategy as FabricStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy as TrainerStrategy
@@ -31,7 +32,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from unisono.compress import Cast, Compressor
 from unisono.config import checked
 from unisono.ddp import DistributedDataParallel
-from unisono.errors import InvalidInput
+from unisono.errors import CommunicationError, InvalidInput
 from unisono.launch import WorkerIdentity, identify
 from unisono.launch.claim import unclaimed
 from unisono.notation import show
@@ -39,6 +40,7 @@ from unisono.sync import AllReduce, Synchronizer
 from unisono.world import World, join_group
 
 _STATE = "unisono"  # the key of checkpoints under which the synchronizer's state is
+_NOTICE_SECONDS = 2.0  # in which a worker notices that another one has exited
 _REPLACED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -93,6 +95,22 @@ class Exchange:
         saved = checkpoint.get(_STATE)
         if self.world is not None and saved is not None and saved["sync"] == show(self.sync):
             self.world.load_synchronizer_state(saved["state"])
+
+    def loss(self) -> str:
+        """Which worker is lost, as far as this one notices it in a short time; else empty."""
+        if self.world is None:
+            return ""
+        until = time.monotonic() + _NOTICE_SECONDS
+        try:
+            work = self.world.comm.gather(torch.zeros(1))
+            while not work.poll():
+                if time.monotonic() > until:
+                    return ""
+                time.sleep(0.01)
+            work.wait()
+        except CommunicationError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Leave the workers; they can be connected again."""
@@ -164,6 +182,12 @@ class UnisonoStrategy(TrainerStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self.exchange.load(checkpoint)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name a lost worker where a collective of Lightning's has failed, whose errors name none."""
+        if isinstance(exception, RuntimeError) and (loss := self.exchange.loss()):
+            exception.add_note(loss)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         self.exchange.close()
@@ -277,15 +301,8 @@ def _join(strategy: TrainerStrategy | FabricStrategy) -> World:
     if device.type == "cuda" and device.index != strategy.local_rank:
         raise InvalidInput("devices", str(device), f"worker {strategy.local_rank} of a host has the GPU of that number",
                            "choose GPUs by CUDA_VISIBLE_DEVICES")  # fmt: skip
-    group, where, watch = join_group(
-        device.type,
-        "auto",
-        torch.get_num_threads(),
-        timeout.total_seconds(),
-        None if _launched() else _identity(strategy, environment),
-    )
-    group.freeze()  # a worker of Lightning's loop cannot be replaced
-    return World(group, where, watch)
+    identity = None if _launched() else _identity(strategy, environment)
+    return World(*join_group(device.type, "auto", torch.get_num_threads(), timeout.total_seconds(), identity))
 
 
 def _identity(strategy: TrainerStrategy | FabricStrategy, environment: ClusterEnvironment) -> WorkerIdentity:
