@@ -1,21 +1,25 @@
 """Trains small models by Lightning, one for each feature. As a script, Lightning itself or a launcher starts it:
 
-lightning_cells.py DIRECTORY NAME WORKERS CELL...    writes DIRECTORY/NAME-RANK.json, with what each cell comes to
+lightning_cells.py DIRECTORY NAME WORKERS FEATURE...    writes what they come to as DIRECTORY/NAME-RANK.json
+lightning_cells.py DIRECTORY plain 1 FEATURE...         also without the strategies; the others are then NAME one
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -48,8 +52,8 @@ def weights(model: nn.Module) -> list[float]:
     return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()]).tolist()
 
 
-def momentum(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 class Net(L.LightningModule):
@@ -133,7 +137,7 @@ class Adversaries(Net):
         first, second = self.optimizers()
         for turn, optimizer in enumerate((first, second)):
             for half, part in enumerate(x.chunk(2) if self.halves else [x]):
-                with optimizer.toggle_model(sync_grad=not self.halves or half == 1) if self.toggle else _nothing():
+                with optimizer.toggle_model(sync_grad=not self.halves or half == 1) if self.toggle else nullcontext():
                     made = self(part) if turn == 0 else self(part).detach()
                     loss = self.judge(made).square().mean() * (1 if turn == 0 else -1) / (1 + self.halves)
                     self.manual_backward(loss)
@@ -148,12 +152,6 @@ class Adversaries(Net):
     def configure_optimizers(self) -> Any:
         optimizers = [momentum(self.layers), torch.optim.Adam(self.judge.parameters(), lr=1e-2)]
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Cells:
@@ -176,8 +174,8 @@ class Cells:
     def trainer(self, strategy: Any = None, **options: Any) -> L.Trainer:
         return L.Trainer(
             accelerator="cpu", devices=self.workers, strategy=strategy or self.strategy(UnisonoStrategy),
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            **{"max_epochs": 2, **options})  # fmt: skip
+            logger=False, enable_progress_bar=False, enable_model_summary=False,
+            **{"max_epochs": 2, "enable_checkpointing": False, **options})  # fmt: skip
 
     def fit(self, model: L.LightningModule, resumed: Path | None = None, **options: Any) -> L.Trainer:
         trainer = self.trainer(**options)
@@ -256,6 +254,18 @@ class Cells:
     def compressed(self, compress: str) -> Found:
         return self.weights(Plain(), strategy=UnisonoStrategy(compress=compress))
 
+    def killed(self) -> Found:
+        """Worker 1 is killed in the second epoch."""
+
+        class Victim(Net):
+            def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+                if self.trainer.global_step == STEPS + 1 and self.trainer.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().training_step(batch, index)
+
+        saved = ModelCheckpoint(self.directory, "killed")
+        return self.weights(Victim(), enable_checkpointing=True, callbacks=[saved])
+
     def refused(self) -> Found:
         try:
             self.fit(Adversaries(), strategy=UnisonoStrategy(sync="LocalSGD(every=2)"))
@@ -272,9 +282,7 @@ class Cells:
         return fabric
 
     def batches(self, fabric: L.Fabric, epochs: int = 2) -> Iterator[list[torch.Tensor]]:
-        loader = fabric.setup_dataloaders(
-            share(fabric.global_rank, fabric.world_size), use_distributed_sampler=False
-        )
+        loader = fabric.setup_dataloaders(share(fabric.global_rank, fabric.world_size), use_distributed_sampler=False)
         for _ in range(epochs):
             yield from loader
 
@@ -294,8 +302,8 @@ class Cells:
 
     def fabric_adversaries(self) -> Found:
         fabric, made, judge = self.fabric(), layers(), nn.Linear(1, 1)
-        first, one = fabric.setup(made, momentum(made))
-        second, other = fabric.setup(judge, momentum(judge))
+        first, one = fabric.setup(made, momentum(made, 0.02))
+        second, other = fabric.setup(judge, momentum(judge, 0.02))
         for x, _ in self.batches(fabric):
             for turn, optimizer in enumerate((one, other)):
                 one.zero_grad()
@@ -335,14 +343,19 @@ def main() -> None:
         logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    directory, name, workers, *names = sys.argv[1:]
-    cells = Cells(Path(directory), int(workers), ours=name != "plain")
+    directory, name, workers, *features = sys.argv[1:]
+    if name == "plain":
+        train(Cells(Path(directory), 1, ours=False), name, features)
+    train(Cells(Path(directory), int(workers), ours=True), "one" if name == "plain" else name, features)
+
+
+def train(cells: Cells, name: str, features: list[str]) -> None:
     found = {}
-    for each in names:
+    for each in features:
         feature, _, value = each.partition(":")
         found[each] = getattr(cells, feature)(*[value] if value else [])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Path(directory, f"{name}-{rank}.json").write_text(json.dumps(found))
+    (cells.directory / f"{name}-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

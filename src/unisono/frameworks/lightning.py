@@ -58,6 +58,7 @@ class Exchange:
         given = checked(sync=sync, compress=compress)
         self.sync, self.compress = given["sync"], given["compress"]
         self.world: World | None = None
+        self._final: dict[str, Any] = {}
 
     @property
     def binds_optimizers(self) -> bool:
@@ -67,7 +68,7 @@ class Exchange:
     def wrap(self, module: nn.Module, strategy: TrainerStrategy | FabricStrategy) -> DistributedDataParallel:
         """Collective: `module`, whose gradients are exchanged. Connects the workers of `strategy` if needed."""
         if self.world is None:
-            self.world = _join(strategy)
+            self.world, self._final = _join(strategy), {}
         return DistributedDataParallel(
             module, world=self.world, sync=self.sync, compress=self.compress, **strategy._ddp_kwargs
         )
@@ -87,8 +88,12 @@ class Exchange:
     def state(self) -> dict[str, Any]:
         """Collective, between two steps: what a checkpoint has besides the model and its optimizer."""
         if self.world is None or not self.binds_optimizers:
-            return {}
+            return self._final
         return {_STATE: {"sync": show(self.sync), "state": self.world.synchronizer_state()}}
+
+    def finish(self) -> None:
+        """Collective, after the last step: synchronize, and keep `state` for a checkpoint that is saved later."""
+        self._final = self.state()
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from `state` of an equal synchronizer; another one begins anew."""
@@ -170,7 +175,7 @@ class UnisonoStrategy(TrainerStrategy):
 
     def on_train_end(self) -> None:
         """What was trained is equal on all workers."""
-        self.exchange.synchronize()
+        self.exchange.finish()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.exchange.synchronize()
@@ -252,7 +257,6 @@ class UnisonoFabricStrategy(FabricStrategy):
                            "call fabric.setup(model, optimizer) with one of each, or use AllReduce()")  # fmt: skip
 
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *more: Any, **named: Any) -> None:
-        self.exchange.synchronize()
         super().save_checkpoint(path, state | self.exchange.state(), *more, **named)
 
     def load_checkpoint(self, path: _PATH, state: Any = None, *more: Any, **named: Any) -> dict[str, Any]:
