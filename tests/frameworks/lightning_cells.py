@@ -19,7 +19,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -29,7 +37,7 @@ from unisono.frameworks.lightning import UnisonoFabricStrategy, UnisonoStrategy
 
 SAMPLES, BATCH = 48, 12
 STEPS = SAMPLES // BATCH  # of an epoch
-Found = dict[str, list[float] | str]
+Result = dict[str, list[float] | str]
 
 
 def data() -> TensorDataset:
@@ -54,6 +62,10 @@ def weights(model: nn.Module) -> list[float]:
 
 def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def searching(model: nn.Module) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
 class Net(L.LightningModule):
@@ -123,6 +135,20 @@ class Finetuned(Plain):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+class Searching(Net):
+    """The optimizer calls the closure again, and chooses the length of its step by the loss."""
+
+    def configure_optimizers(self) -> Any:
+        return searching(self)
+
+
+class Found(Net):
+    lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return momentum(self, self.lr)
+
+
 class Adversaries(Net):
     """Two networks in turns, by manual optimization; `toggle` freezes the other one, `halves` accumulates."""
 
@@ -182,13 +208,13 @@ class Cells:
         trainer.fit(model, ckpt_path=resumed)
         return trainer
 
-    def weights(self, model: L.LightningModule, **options: Any) -> Found:
+    def weights(self, model: L.LightningModule, **options: Any) -> Result:
         self.fit(model, **options)
         return {"weights": weights(model)}
 
     # ---- the Trainer
 
-    def automatic(self) -> Found:
+    def automatic(self) -> Result:
         model = Net()
         trainer = self.fit(model, gradient_clip_val=0.5)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -201,60 +227,85 @@ class Cells:
             "tested": [tested["held out"]], "predicted": [float(total)], "rate": [rate],
         }  # fmt: skip
 
-    def accumulated(self) -> Found:
+    def accumulated(self) -> Result:
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         return self.weights(Net(), **options)
 
-    def manual(self) -> Found:
+    def manual(self) -> Result:
         return self.weights(Adversaries())
 
-    def toggled(self) -> Found:
+    def toggled(self) -> Result:
         return self.weights(Adversaries(toggle=True))
 
-    def halves(self) -> Found:
+    def halves(self) -> Result:
         return self.weights(Adversaries(toggle=True, halves=True))
 
-    def unused(self) -> Found:
+    def unused(self) -> Result:
         return self.weights(Partial())
 
-    def thawed(self) -> Found:
+    def thawed(self) -> Result:
         return self.weights(Finetuned(), callbacks=[Thaw()])
 
-    def bf16(self) -> Found:
+    def line_search(self) -> Result:
+        return self.weights(Searching(), precision="64-true")
+
+    def averaged(self) -> Result:
+        return self.weights(Plain(), max_epochs=3, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
+
+    def scheduled_accumulation(self) -> Result:
+        return self.weights(Plain(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+
+    def found_rate(self) -> Result:
+        finder = LearningRateFinder(num_training_steps=4)
+        return self.weights(Found(), callbacks=[finder], enable_checkpointing=True)
+
+    def compiled(self) -> Result:
+        model = Partial()  # which logs nothing
+        self.trainer().fit(torch.compile(model, backend="eager"))
+        return {"weights": weights(model)}
+
+    def scaled(self) -> Result:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        return self.weights(Plain(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+
+    def bf16(self) -> Result:
         return self.weights(Net(), precision="bf16-mixed")
 
-    def float64(self) -> Found:
+    def float64(self) -> Result:
         return self.weights(Net(), precision="64-true")
 
-    def stopped(self) -> Found:
+    def stopped(self) -> Result:
         stop = EarlyStopping("held out", min_delta=0.05, patience=1)
         trainer = self.fit(Net(), max_epochs=12, callbacks=[stop])
         return {"epochs": [float(trainer.current_epoch)]}
 
-    def named(self) -> Found:
+    def named(self) -> Result:
         return self.weights(Net(), strategy="unisono" if self.ours else "auto")
 
-    def resumed(self) -> Found:
+    def resumed(self) -> Result:
         """The first epoch ends in a checkpoint, from which another Trainer continues."""
         self.fit(Net(), max_epochs=1).save_checkpoint(self.checkpoint("resumed"))
         return self.weights(Net(), resumed=self.checkpoint("resumed"))
 
-    def resumed_from_plain(self) -> Found:
+    def resumed_from_plain(self) -> Result:
         """As `resumed`, from the checkpoint of plain Lightning in one process."""
         return self.weights(Net(), resumed=self.directory / "resumed-1-plain.ckpt")
 
     # ---- other synchronizers, and compressors
 
-    def local(self, sync: str) -> Found:
+    def local(self, sync: str) -> Result:
         """As `resumed`."""
         path = self.checkpoint(sync.split("(")[0])
         self.fit(Plain(), max_epochs=1, strategy=UnisonoStrategy(sync=sync)).save_checkpoint(path)
         return self.weights(Plain(), strategy=UnisonoStrategy(sync=sync), resumed=path)
 
-    def compressed(self, compress: str) -> Found:
+    def compressed(self, compress: str) -> Result:
         return self.weights(Plain(), strategy=UnisonoStrategy(compress=compress))
 
-    def killed(self) -> Found:
+    def spawned(self, method: str) -> Result:
+        return self.weights(Net(), strategy=UnisonoStrategy(start_method=method))
+
+    def killed(self) -> Result:
         """Worker 1 is killed in the second epoch."""
 
         class Victim(Net):
@@ -266,7 +317,7 @@ class Cells:
         saved = ModelCheckpoint(self.directory, "killed")
         return self.weights(Victim(), enable_checkpointing=True, callbacks=[saved])
 
-    def refused(self) -> Found:
+    def refused(self) -> Result:
         try:
             self.fit(Adversaries(), strategy=UnisonoStrategy(sync="LocalSGD(every=2)"))
         except InvalidInput as error:
@@ -286,7 +337,7 @@ class Cells:
         for _ in range(epochs):
             yield from loader
 
-    def fabric_steps(self) -> Found:
+    def fabric_steps(self) -> Result:
         """A gradient is accumulated over two batches, and clipped."""
         fabric, module = self.fabric(), layers()
         model, optimizer = fabric.setup(module, momentum(module))
@@ -300,7 +351,30 @@ class Cells:
         mean = fabric.all_reduce(F.mse_loss(model(x), y).detach())
         return {"weights": weights(module), "loss": [float(mean)]}
 
-    def fabric_adversaries(self) -> Found:
+    def fabric_line_search(self) -> Result:
+        fabric, module = self.fabric(), layers().double()
+        model, optimizer = fabric.setup(module, searching(module))
+        for x, y in self.batches(fabric):
+
+            def closure(x: torch.Tensor = x.double(), y: torch.Tensor = y.double()) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        return {"weights": weights(module)}
+
+    def fabric_compiled(self) -> Result:
+        fabric, module = self.fabric(), layers()
+        model, optimizer = fabric.setup(torch.compile(module, backend="eager"), momentum(module))
+        for x, y in self.batches(fabric):
+            optimizer.zero_grad()
+            fabric.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        return {"weights": weights(module)}
+
+    def fabric_adversaries(self) -> Result:
         fabric, made, judge = self.fabric(), layers(), nn.Linear(1, 1)
         first, one = fabric.setup(made, momentum(made, 0.02))
         second, other = fabric.setup(judge, momentum(judge, 0.02))
@@ -313,7 +387,7 @@ class Cells:
                 optimizer.step()
         return {"weights": weights(made) + weights(judge)}
 
-    def fabric_resumed(self, sync: str = "AllReduce()") -> Found:
+    def fabric_resumed(self, sync: str = "AllReduce()") -> Result:
         """As `resumed`."""
         path, found = self.checkpoint(f"fabric-{sync}"), list[float]()
         for epoch in range(2):
@@ -333,8 +407,10 @@ class Cells:
 
 
 FEATURES = (
-    "automatic", "accumulated", "manual", "toggled", "halves", "unused", "thawed", "bf16", "float64", "stopped",
-    "named", "resumed", "resumed_from_plain", "fabric_steps", "fabric_adversaries", "fabric_resumed",
+    "automatic", "accumulated", "scheduled_accumulation", "manual", "toggled", "halves", "unused", "thawed",
+    "line_search", "averaged", "found_rate", "compiled", "bf16", "float64", "scaled", "stopped", "named", "resumed",
+    "resumed_from_plain", "fabric_steps", "fabric_adversaries", "fabric_line_search", "fabric_compiled",
+    "fabric_resumed",
 )  # fmt: skip
 
 

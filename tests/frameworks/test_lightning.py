@@ -1,4 +1,4 @@
-"""A model that Lightning trains on several workers by Unisono's strategies is that of plain Lightning in one process."""
+"""A model that Lightning trains by Unisono's strategies is that of plain Lightning in one process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from unisono.frameworks.lightning import Exchange, UnisonoFabricStrategy, Unison
 CELLS = Path(__file__).with_name("lightning_cells.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 UNISONO = [sys.executable, "-m", "unisono", "launch", "--workers", "2"]
-SYNCS = ("LocalSGD(every=3)", "DiLoCo(every=3)", "ParameterServer()")
+SYNCS = ("LocalSGD(every=3)", "DiLoCo(every=3)", "Gossip()", "ParameterServer()")
 COMPRESSORS = ("PowerSGD(rank=1)", "Cast('bf16')")
 OTHERS = [*(f"local:{sync}" for sync in SYNCS), *(f"fabric_resumed:{sync}" for sync in SYNCS),
           *(f"compressed:{compress}" for compress in COMPRESSORS), "refused"]  # fmt: skip
-TOLERANCE = {"bf16": 5e-3}  # a gradient of bfloat16 is rounded on each worker
+TOLERANCE = {"bf16": 5e-3, "scaled": 1e-3}  # there each worker rounds its gradient
 
 
 def start(command: list[str], *arguments: object, fails: bool = False) -> str:
@@ -119,12 +119,21 @@ def test_plain_lightning_continues_from_a_checkpoint_of_two_workers(plain: Path,
     same(continued(plain / "resumed-2-ours.ckpt"), expected["resumed"])
 
 
+@pytest.mark.long
 def test_a_lost_worker_is_named_and_the_last_checkpoint_is_good(plain: Path) -> None:
     """The loss is noticed in a collective of Lightning's, whose error names nobody."""
     said = start([sys.executable], CELLS, plain, "killed", 2, "killed", fails=True)
     assert "worker 1 lost during gather: its process is gone" in said
     (expected,) = found(plain, "plain", 1)
     same(continued(plain / "killed.ckpt"), expected["resumed"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_that_multiprocessing_starts(method: str, plain: Path) -> None:
+    start([sys.executable], CELLS, plain, method, 2, f"spawned:{method}")
+    (mine,), (expected,) = found(plain, method, 1), found(plain, "plain", 1)
+    same(mine[f"spawned:{method}"], expected["resumed"])
 
 
 @pytest.mark.short(1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -62,8 +62,12 @@ class Exchange:
 
     @property
     def binds_optimizers(self) -> bool:
-        """Whether the optimizer's steps are the synchronizer's."""
+        """Whether the steps of every optimizer are the synchronizer's."""
         return not isinstance(self.sync, AllReduce)
+
+    def binds(self, optimizer: Optimizer) -> bool:
+        """Whether a step of `optimizer` needs more than the mean gradient: LBFGS decides by the loss, too."""
+        return self.binds_optimizers or isinstance(optimizer, LBFGS)
 
     def wrap(self, module: nn.Module, strategy: TrainerStrategy | FabricStrategy) -> DistributedDataParallel:
         """Collective: `module`, whose gradients are exchanged. Connects the workers of `strategy` if needed."""
@@ -72,6 +76,11 @@ class Exchange:
         return DistributedDataParallel(
             module, world=self.world, sync=self.sync, compress=self.compress, **strategy._ddp_kwargs
         )
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Collective: bind `optimizer`, of models that are bound."""
+        assert self.world is not None
+        self.world.bind(optimizer, sync=self.sync, compress=self.compress)
 
     def check_scaler(self, precision: Any) -> None:
         """Raise `InvalidInput` if workers may skip different steps."""
@@ -161,7 +170,7 @@ class UnisonoStrategy(TrainerStrategy):
         super().setup_optimizers(trainer)
         self.exchange.check_scaler(self.precision_plugin)
         assert isinstance(self.model, DistributedDataParallel)
-        self.model.bind(*(self.optimizers if self.exchange.binds_optimizers else []))
+        self.model.bind(*filter(self.exchange.binds, self.optimizers))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Nothing: hooks on the parameters find out what a backward pass reaches."""
@@ -244,6 +253,8 @@ class UnisonoFabricStrategy(FabricStrategy):
             InvalidInput: it is not that of a model that was set up and has none yet.
         """
         if not self.exchange.binds_optimizers:
+            if self.exchange.binds(optimizer):
+                self.exchange.bind(optimizer)
             return optimizer
         self.exchange.check_scaler(self.precision)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
