@@ -263,25 +263,6 @@ class World:
             raise UnisonoError("call world.load between world.bind and the first step")
         return self._loop.checkpoints.load(Path(directory))
 
-    def synchronizer_state(self) -> dict[str, Tensor]:
-        """Collective, between two steps: what a checkpoint of your own needs beside models and optimizers.
-
-        Synchronizes first. It is the same on all workers, and empty under ``AllReduce()``.
-        """
-        loop = self._bound()
-        loop.synchronize()
-        return loop.models.state_dict() if loop.models.bound else dict(loop.state.progress.shared)
-
-    def load_synchronizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """After `bind` and before the first step: continue from the `synchronizer_state` of an equal synchronizer.
-
-        Models and optimizers have been loaded by then, on all workers alike.
-        """
-        loop = self._bound()
-        if loop.begun:
-            raise UnisonoError("call world.load_synchronizer_state between world.bind and the first step")
-        loop.state.progress = replace(loop.state.progress, shared=dict(state))
-
     def steps(
         self,
         dataset: Any,
@@ -374,6 +355,27 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kind)
+
+
+def synchronizer_state(world: World) -> dict[str, Tensor]:
+    """Collective, between two steps: synchronize, and what a checkpoint needs besides models and optimizers.
+
+    The same on all workers; empty under ``AllReduce()``.
+    """
+    loop = world._bound()
+    loop.synchronize()
+    return loop.models.state_dict() if loop.models.bound else dict(loop.state.progress.shared)
+
+
+def load_synchronizer_state(world: World, state: Mapping[str, Tensor]) -> None:
+    """Between `World.bind` and the first step: continue from the `synchronizer_state` of an equal synchronizer.
+
+    Models and optimizers have been loaded by then, on all workers alike.
+    """
+    loop = world._bound()
+    if loop.begun:
+        raise UnisonoError("the synchronizer's state was loaded after the first step: load it before")
+    loop.state.progress = replace(loop.state.progress, shared=dict(state))
 
 
 def _plan(samples: int, asked: Mapping[str, Any], *, warns: bool) -> tuple[MicroBatchPlan, int]:

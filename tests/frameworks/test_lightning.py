@@ -14,15 +14,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
 
 from tests.frameworks.lightning_cells import FEATURES, Net, layers, momentum, share, weights
 from tests.trainer.small_loops import world_of
 from unisono.comm import simulate
+from unisono.elastic.loop_group import LoopGroup
 from unisono.errors import InvalidInput
 from unisono.frameworks import lightning as frameworks
-from unisono.frameworks.lightning import Exchange, UnisonoFabricStrategy, UnisonoStrategy
+from unisono.frameworks.lightning import GradientExchange, UnisonoFabricStrategy, UnisonoStrategy
+from unisono.launch import WorkerIdentity
+from unisono.observe import ThreadTracker
 
 CELLS = Path(__file__).with_name("lightning_cells.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -167,9 +171,9 @@ def test_arguments_that_are_refused(strategy: Any, given: dict[str, Any], words:
 
 def test_a_gradient_scaler_may_skip_a_step_on_one_worker_alone() -> None:
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    Exchange("AllReduce()", "Cast()").check_scaler(precision)
+    GradientExchange("AllReduce()", "Cast()").check_scaler(precision)
     with pytest.raises(InvalidInput, match='use precision="bf16-mixed", or AllReduce'):
-        Exchange("LocalSGD()", "Cast()").check_scaler(precision)
+        GradientExchange("LocalSGD()", "Cast()").check_scaler(precision)
 
 
 def test_the_gpu_of_a_worker_is_that_of_its_local_rank() -> None:
@@ -182,8 +186,21 @@ def test_the_gpu_of_a_worker_is_that_of_its_local_rank() -> None:
 def test_a_worker_of_another_launcher_has_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_RANK", "1")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InvalidInput, match="start the workers by one `unisono launch`, or by torchrun"):
+    with pytest.raises(InvalidInput, match="start all workers by one `unisono launch`, or by torchrun"):
         UnisonoStrategy()
+
+
+def test_an_environment_with_other_workers_than_those_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Any) -> None:
+        group = LoopGroup(WorkerIdentity(), comm, ThreadTracker())
+        monkeypatch.setattr(frameworks, "join_group", lambda *_: (group, torch.device("cpu"), ThreadTracker()))
+        strategy: Any = UnisonoStrategy(parallel_devices=[torch.device("cpu")])
+        strategy.cluster_environment = LightningEnvironment()
+        strategy.cluster_environment.set_world_size(2)
+        with pytest.raises(InvalidInput, match="it has 2 workers, and `unisono launch` has started 1; leave it out"):
+            strategy.exchange.wrap(layers(), strategy)
+
+    simulate(1, run)
 
 
 def test_the_other_package_of_lightning_refuses_the_strategy() -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
 
 try:
@@ -24,7 +26,6 @@ except ImportError as error:
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy as TrainerStrategy
 from lightning.pytorch.strategies import StrategyRegistry
@@ -37,14 +38,14 @@ from unisono.launch import WorkerIdentity, identify
 from unisono.launch.claim import unclaimed
 from unisono.notation import show
 from unisono.sync import AllReduce, Synchronizer
-from unisono.world import World, join_group
+from unisono.world import World, join_group, load_synchronizer_state, synchronizer_state
 
 _STATE = "unisono"  # the key of checkpoints under which the synchronizer's state is
 _NOTICE_SECONDS = 2.0  # in which a worker notices that another one has exited
 _REPLACED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class Exchange:
+class GradientExchange:
     """The workers of a strategy, and how they agree.
 
     Args:
@@ -98,7 +99,7 @@ class Exchange:
         """Collective, between two steps: what a checkpoint has besides the model and its optimizer."""
         if self.world is None or not self.binds_optimizers:
             return self._final
-        return {_STATE: {"sync": show(self.sync), "state": self.world.synchronizer_state()}}
+        return {_STATE: {"sync": show(self.sync), "state": synchronizer_state(self.world)}}
 
     def finish(self) -> None:
         """Collective, after the last step: synchronize, and keep `state` for a checkpoint that is saved later."""
@@ -108,10 +109,10 @@ class Exchange:
         """Continue from `state` of an equal synchronizer; another one begins anew."""
         saved = checkpoint.get(_STATE)
         if self.world is not None and saved is not None and saved["sync"] == show(self.sync):
-            self.world.load_synchronizer_state(saved["state"])
+            load_synchronizer_state(self.world, saved["state"])
 
-    def loss(self) -> str:
-        """Which worker is lost, as far as this one notices it in a short time; else empty."""
+    def lost_worker(self) -> str:
+        """Which worker is lost, and how that was noticed, as far as this one notices it in a short time; else empty."""
         if self.world is None:
             return ""
         until = time.monotonic() + _NOTICE_SECONDS
@@ -161,7 +162,7 @@ class UnisonoStrategy(TrainerStrategy):
     ) -> None:
         _check(given)
         super().__init__(cluster_environment=_environment(cluster_environment), **given)
-        self.exchange = Exchange(sync, compress)
+        self.exchange = GradientExchange(sync, compress)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self.exchange.wrap(model, self)
@@ -190,7 +191,9 @@ class UnisonoStrategy(TrainerStrategy):
         self.exchange.synchronize()
         return super().lightning_module_state_dict()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         super().save_checkpoint(checkpoint | self.exchange.state(), filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -199,8 +202,8 @@ class UnisonoStrategy(TrainerStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Name a lost worker where a collective of Lightning's has failed, whose errors name none."""
-        if isinstance(exception, RuntimeError) and (loss := self.exchange.loss()):
-            exception.add_note(loss)
+        if isinstance(exception, RuntimeError) and (lost := self.exchange.lost_worker()):
+            exception.add_note(lost)
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -235,7 +238,7 @@ class UnisonoFabricStrategy(FabricStrategy):
     ) -> None:
         _check(given)
         super().__init__(cluster_environment=_environment(cluster_environment), **given)
-        self.exchange = Exchange(sync, compress)
+        self.exchange = GradientExchange(sync, compress)
         self._unbound: list[DistributedDataParallel] = []
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
@@ -267,10 +270,10 @@ class UnisonoFabricStrategy(FabricStrategy):
                            f"{show(self.exchange.sync)} each model has one optimizer",
                            "call fabric.setup(model, optimizer) with one of each, or use AllReduce()")  # fmt: skip
 
-    def save_checkpoint(self, path: _PATH, state: dict[str, Any], *more: Any, **named: Any) -> None:
+    def save_checkpoint(self, path: str | Path, state: dict[str, Any], *more: Any, **named: Any) -> None:
         super().save_checkpoint(path, state | self.exchange.state(), *more, **named)
 
-    def load_checkpoint(self, path: _PATH, state: Any = None, *more: Any, **named: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, state: Any = None, *more: Any, **named: Any) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, *more, **named)
         if isinstance(state, dict) and state:
             self.exchange.load(rest)
@@ -292,12 +295,8 @@ def _environment(given: ClusterEnvironment | None) -> ClusterEnvironment | None:
     if given is not None or not _launched():
         return given
     if "RANK" not in os.environ:
-        raise InvalidInput(
-            "strategy",
-            "unisono",
-            "this worker came to a run of several launchers, which has no process group of torch's for Lightning",
-            "start the workers by one `unisono launch`, or by torchrun",
-        )
+        raise InvalidInput("strategy", "unisono", "this worker joined the run of another launcher, and is not in "
+                           "torch's process group", "start all workers by one `unisono launch`, or by torchrun")  # fmt: skip
     return TorchElasticEnvironment()
 
 
@@ -312,12 +311,17 @@ def _join(strategy: TrainerStrategy | FabricStrategy) -> World:
     """Collective: the workers of `strategy`, whose process group of torch's is there already."""
     device, environment, timeout = strategy.root_device, strategy.cluster_environment, strategy._timeout
     assert environment is not None
-    assert timeout is not None
     if device.type == "cuda" and device.index != strategy.local_rank:
         raise InvalidInput("devices", str(device), f"worker {strategy.local_rank} of a host has the GPU of that number",
                            "choose GPUs by CUDA_VISIBLE_DEVICES")  # fmt: skip
     identity = None if _launched() else _identity(strategy, environment)
-    return World(*join_group(device.type, "auto", torch.get_num_threads(), timeout.total_seconds(), identity))
+    seconds = (timeout or default_pg_timeout).total_seconds()
+    world = World(*join_group(device.type, "auto", torch.get_num_threads(), seconds, identity))
+    if (world.rank, world.size) != (strategy.global_rank, strategy.world_size):
+        world.close()
+        raise InvalidInput("cluster_environment", type(environment).__name__, f"it has {strategy.world_size} workers, "
+                           f"and `unisono launch` has started {world.size}", "leave it out")  # fmt: skip
+    return world
 
 
 def _identity(strategy: TrainerStrategy | FabricStrategy, environment: ClusterEnvironment) -> WorkerIdentity:
