@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
 
 try:
@@ -41,6 +40,7 @@ from unisono.sync import AllReduce, Synchronizer
 from unisono.world import World, join_group, load_synchronizer_state, synchronizer_state
 
 _STATE = "unisono"  # the key of checkpoints under which the synchronizer's state is
+_TIMEOUT_SECONDS = 1800.0  # torch's own, where Lightning's argument is None
 _NOTICE_SECONDS = 2.0  # in which a worker notices that another one has exited
 _REPLACED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -296,7 +296,8 @@ def _environment(given: ClusterEnvironment | None) -> ClusterEnvironment | None:
         return given
     if "RANK" not in os.environ:
         raise InvalidInput("strategy", "unisono", "this worker joined the run of another launcher, and is not in "
-                           "torch's process group", "start all workers by one `unisono launch`, or by torchrun")  # fmt: skip
+                           "torch's process group",
+                           "start all workers by one `unisono launch`, or by torchrun")  # fmt: skip
     return TorchElasticEnvironment()
 
 
@@ -315,7 +316,7 @@ def _join(strategy: TrainerStrategy | FabricStrategy) -> World:
         raise InvalidInput("devices", str(device), f"worker {strategy.local_rank} of a host has the GPU of that number",
                            "choose GPUs by CUDA_VISIBLE_DEVICES")  # fmt: skip
     identity = None if _launched() else _identity(strategy, environment)
-    seconds = (timeout or default_pg_timeout).total_seconds()
+    seconds = timeout.total_seconds() if timeout is not None else _TIMEOUT_SECONDS
     world = World(*join_group(device.type, "auto", torch.get_num_threads(), seconds, identity))
     if (world.rank, world.size) != (strategy.global_rank, strategy.world_size):
         world.close()
