@@ -200,6 +200,7 @@ class Cells:
     def trainer(self, strategy: Any = None, **options: Any) -> L.Trainer:
         return L.Trainer(
             accelerator="cpu", devices=self.workers, strategy=strategy or self.strategy(UnisonoStrategy),
+            default_root_dir=self.directory,
             logger=False, enable_progress_bar=False, enable_model_summary=False,
             **{"max_epochs": 2, "enable_checkpointing": False, **options})  # fmt: skip
 

@@ -37,12 +37,13 @@ SYNCS = ("LocalSGD(every=3)", "DiLoCo(every=3)", "Gossip()", "ParameterServer()"
 COMPRESSORS = ("PowerSGD(rank=1)", "Cast('bf16')")
 OTHERS = [*(f"local:{sync}" for sync in SYNCS), *(f"fabric_resumed:{sync}" for sync in SYNCS),
           *(f"compressed:{compress}" for compress in COMPRESSORS), "refused"]  # fmt: skip
+pytestmark = pytest.mark.timeout(600)  # processes that import Lightning, on a machine that may be busy
 TOLERANCE = {"bf16": 5e-3, "scaled": 1e-3}  # there each worker rounds its gradient
 
 
 def start(command: list[str], *arguments: object) -> None:
     line = [*command, *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -134,7 +135,7 @@ def test_a_lost_worker_is_named_and_the_last_checkpoint_is_good(plain: Path) -> 
         subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | store | {"LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
-    said = [worker.communicate(timeout=150)[1] for worker in workers]
+    said = [worker.communicate(timeout=300)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [1, -signal.SIGKILL], said
     assert "worker 1 lost during gather: its process is gone" in said[0]
     (expected,) = found(plain, "plain", 1)
