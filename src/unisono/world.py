@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import claim_identity
+from unisono.launch import WorkerIdentity, claim_identity
 from unisono.launch.script import take_elastic_context
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.sync import AllReduce, Synchronizer
@@ -73,15 +74,18 @@ def join(
 
 
 def join_group(
-    device: str, communicator: str, threads: int, timeout_seconds: float
+    device: str, communicator: str, threads: int, timeout_seconds: float, identity: WorkerIdentity | None = None
 ) -> tuple[LoopGroup, torch.device, ThreadTracker]:
     """Collective: the workers, as an interface uses them that has a loop of its own; arguments and errors of `join`.
+
+    Args:
+        identity: of this worker; None: what the environment says.
 
     Returns:
         The group, where this worker computes, and what records its activity.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
-    who = claim_identity()
+    who = claim_identity(identity)
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
     watch, elastic = ThreadTracker(), take_elastic_context()
@@ -363,6 +367,27 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kind)
+
+
+def synchronizer_state(world: World) -> dict[str, Tensor]:
+    """Collective, between two steps: synchronize, and what a checkpoint needs besides models and optimizers.
+
+    The same on all workers; empty under ``AllReduce()``.
+    """
+    loop = world._bound()
+    loop.synchronize()
+    return loop.models.state_dict() if loop.models.bound else dict(loop.state.progress.shared)
+
+
+def load_synchronizer_state(world: World, state: Mapping[str, Tensor]) -> None:
+    """Between `World.bind` and the first step: continue from the `synchronizer_state` of an equal synchronizer.
+
+    Models and optimizers have been loaded by then, on all workers alike.
+    """
+    loop = world._bound()
+    if loop.begun:
+        raise UnisonoError("the synchronizer's state was loaded after the first step: load it before")
+    loop.state.progress = replace(loop.state.progress, shared=dict(state))
 
 
 def _plan(samples: int, asked: Mapping[str, Any], *, warns: bool) -> tuple[MicroBatchPlan, int]:
