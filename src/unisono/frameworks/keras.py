@@ -47,7 +47,7 @@ _WRITERS = (
     (keras.callbacks.TensorBoard, "log_dir"),
 )
 
-_BOUND: WeakKeyDictionary[World, list[_Replica]] = WeakKeyDictionary()
+_BOUND: WeakKeyDictionary[World, list[KerasWeights]] = WeakKeyDictionary()
 
 
 class Distributed(keras.callbacks.Callback):  # type: ignore[misc]
@@ -140,12 +140,12 @@ class Distributed(keras.callbacks.Callback):  # type: ignore[misc]
         logs.update({f"val_{name}": value for name, value in self._validation_logs.items()})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Collective: all workers draw the same random numbers again."""
+        """Collective: counters and random numbers are alike on all workers again."""
         if self._begun:
             self._begun = False
             self._hook.remove()
             self._meet(_END)
-            self.world.share(_Variables(_seeds(self.model)))
+            self.world.share(KerasVariables(v for v in self.model.variables if not _is_real(v)))
             _share_generators(self.world)
 
     # ---- before the first epoch ----
@@ -186,17 +186,17 @@ class Distributed(keras.callbacks.Callback):  # type: ignore[misc]
                                "write compile(jit_compile=False)")  # fmt: skip
         replicas = _BOUND.setdefault(self.world, [])
         known = {id(each) for replica in replicas for each in (*replica.parameters(), *replica.inner)}
-        inner = [each.module for each in model.modules() if isinstance(each, keras.layers.TorchModuleWrapper)]
-        new = _Replica(
-            [variable for variable in model.weights if id(variable.value) not in known],
+        inner = [each.module for each in model._flatten_layers() if isinstance(each, keras.layers.TorchModuleWrapper)]
+        new = KerasWeights(
+            [variable for variable in model.weights if _is_real(variable) and id(variable.value) not in known],
             [module for module in inner if id(module) not in known],
         )
-        self.world.share(_Variables([*model.variables, *optimizer.variables]))
+        self.world.share(KerasVariables([*model.variables, *optimizer.variables]))
         if any(True for _ in new.parameters()):
             self.world.bind(new, **self._options)
             replicas.append(new)
         self._compare_fits()
-        _draw_apart(_seeds(model), self.world)
+        _draw_apart([v for v in model.variables if v.name == "seed_generator_state"], self.world)
         if self._hook is not None:
             self._hook.remove()  # of a fit that has failed
         self._hook = model.register_forward_pre_hook(_Forward(replicas), with_kwargs=True)
@@ -306,7 +306,7 @@ def shard(data: Any, world: World | None = None) -> Any:
     return keras.tree.map_structure(part, data)
 
 
-class _Variables(nn.Module):
+class KerasVariables(nn.Module):
     """Variables of Keras as parameters of a torch module, named by their paths."""
 
     def __init__(self, variables: Iterable[Any]) -> None:
@@ -317,8 +317,8 @@ class _Variables(nn.Module):
             self.register_parameter(f"{path} ({count})" if count else path, variable.value)
 
 
-class _Replica(_Variables):
-    """What is bound for a model: its weights, without the states of random layers, and its modules of torch."""
+class KerasWeights(KerasVariables):
+    """What is bound for a model: its weights that are not integers, and its modules of torch."""
 
     def __init__(self, variables: Iterable[Any], modules: Iterable[nn.Module]) -> None:
         super().__init__(variables)
@@ -331,7 +331,7 @@ class _Replica(_Variables):
 class _Forward:
     """Before a forward pass of a Keras model in training: that of its replicas."""
 
-    def __init__(self, replicas: Sequence[_Replica]) -> None:
+    def __init__(self, replicas: Sequence[KerasWeights]) -> None:
         self._replicas = replicas
 
     def __call__(self, model: nn.Module, inputs: Any, named: Any) -> None:
@@ -352,9 +352,9 @@ def _list_of(callback: Distributed) -> Sequence[Any]:
     return [callback]
 
 
-def _seeds(model: Any) -> list[Any]:
-    """The states of the model's random layers: a seed and a counter each."""
-    return [variable for variable in model.variables if variable.name == "seed_generator_state"]
+def _is_real(variable: Any) -> bool:
+    """Whether workers have the mean of a variable that a step writes. An integer is counted by each worker itself."""
+    return bool(variable.value.is_floating_point())
 
 
 def _draw_apart(seeds: Iterable[Any], world: World) -> None:
@@ -381,7 +381,7 @@ def _learning_rate(optimizer: Any) -> float:
 
 
 def _combined(way: str | None, rows: Tensor) -> Tensor:
-    """A variable's values on all workers as one, by Keras' name for the way. A metric's variables are sums by default."""
+    """A variable's values on all workers as one, by Keras' name for the way; by default those of metrics are sums."""
     return rows.sum(0) if way == "sum" else rows.mean(0) if way == "mean" else rows[0]
 
 
