@@ -80,6 +80,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._sync, self._compress, self._begun = sync, compress, False
         # Not an attribute of the module, which would be copied and pickled with it.
         self.__dict__["_world"] = world or default_world()
+        # If torch's class wraps this one, as helpers of libraries do, it finds nothing to average and raises an error.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
         self.world.share(module)
 
     @property
