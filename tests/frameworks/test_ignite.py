@@ -257,7 +257,7 @@ def test_metrics_data_and_checkpoints_of_ignite_are_those_of_one_process(tmp_pat
         assert each[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5)
         assert each[1] == pytest.approx(one[1], rel=1e-5)
         assert each[2] == one[2]
-        assert each[3].startswith("DistributedDataParallel is not needed when a module doesn't have any parameters")
+        assert each[3].startswith("DistributedDataParallel is not needed when a module doesn't have any parameter")
         torch.testing.assert_close(torch.load(tmp_path / launcher / each[2]), expected, rtol=1e-4, atol=2e-6)
 
 
@@ -292,7 +292,7 @@ def test_training_goes_on_when_a_worker_is_lost(tmp_path: Path) -> None:
     expected = printed(tmp_path, LOSING, "alone")
     said = printed(tmp_path, LOSING, "ours", "lost")
     assert said.endswith(expected)
-    assert "worker 1 lost" in said
+    assert " is over: worker " in said
     assert (tmp_path / "lost").exists()
 
 
