@@ -169,6 +169,81 @@ def test_mixed_precision(policy: str) -> None:
     close(found[0], expected, rtol=0.05, atol=0.01)
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_workers() -> None:
+    x, y = data()
+    y[BATCH + 1] = 3e38  # of worker 1 alone
+    options: Any = {"loss": "mse", "optimizer": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1))}
+
+    def run(comm) -> Any:
+        model = build(**options)
+        fit(model, world_of(comm), x=(x, y), epochs=1)
+        return state(model)
+
+    model = build(**options)
+    fit(model, None, x=(x, y), epochs=1)
+    assert [float(v) for v in model.optimizer.variables if v.name == "dynamic_scale"] == [2.0**14]
+    for found in simulate(2, run):
+        close(found, state(model))
+
+
+def test_low_rank_weights_beside_integers() -> None:
+    def run(comm, world: World | None) -> Any:
+        model = build()
+        model.layers[0].enable_lora(2)
+        model.quantize("int8")
+        model.compile("adam", "mse")
+        fit(model, world)
+        assert {v.dtype for v in model.non_trainable_weights} == {"int8", "float32"}
+        return state(model)
+
+    (expected,) = simulate(1, lambda comm: run(comm, None))
+    for found in simulate(2, lambda comm: run(comm, world_of(comm))):
+        close(found, expected)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric of the user's, with a variable that is no sum."""
+
+    def __init__(self, aggregation: str) -> None:
+        super().__init__(name=aggregation)
+        self.rows = self.add_variable((), "zeros", name="rows", aggregation=aggregation)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign(keras.ops.maximum(self.rows, y_true.shape[0]))
+
+    def result(self) -> Any:
+        return self.rows
+
+
+def test_metrics_of_ones_own_say_how_their_variables_are_combined() -> None:
+    def run(comm) -> Any:
+        kinds = ["sum", "mean", "only_first_replica"]
+        model = build(metrics=[Largest(kind) for kind in kinds])
+        history = fit(model, world_of(comm), epochs=1)
+        return [history[kind][0] for kind in kinds]
+
+    assert simulate(2, run) == [[BATCH, BATCH / 2, BATCH / 2]] * 2
+
+
+def test_after_fit_a_worker_evaluates_alone_and_gradients_are_still_averaged() -> None:
+    def run(comm) -> Any:
+        model = build()
+        fit(model, world_of(comm), epochs=1)
+        values = model.evaluate(*data(1), verbose=0) if comm.rank == 0 else None
+        model.zero_grad()
+        model(torch.from_numpy(data()[0][comm.rank :: 2])).mean().backward()
+        return values, [v.value.grad.numpy() for v in model.trainable_variables]
+
+    model = build()
+    history = fit(model, None, epochs=1)
+    model.zero_grad()
+    model(torch.from_numpy(data()[0])).mean().backward()
+    (values, first), (_, second) = simulate(2, run)
+    close(values, [history["val_loss"][0], history["val_mae"][0]])
+    same([first, second])
+    close(first, [v.value.grad.numpy() for v in model.trainable_variables])
+
+
 def test_models_of_several_inputs_and_outputs() -> None:
     def run(comm, world: World | None) -> tuple[Any, Any]:
         keras.utils.set_random_seed(0)

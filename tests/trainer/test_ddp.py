@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 
@@ -158,6 +158,20 @@ def test_libraries_take_it_for_the_class_of_torch() -> None:
         assert model.train(False).module.training is False
 
     simulate(2, run)
+
+
+def test_the_class_of_torch_refuses_to_wrap_it() -> None:
+    """Its gradients would be averaged twice, or lost."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+    def run(comm) -> None:
+        with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter"):
+            nn.parallel.DistributedDataParallel(DDP(net(), world=world_of(comm)))
+
+    try:
+        simulate(2, run)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_several_models_have_a_class_each() -> None:
