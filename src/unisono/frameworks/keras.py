@@ -50,7 +50,7 @@ _WRITERS = (
 _BOUND: WeakKeyDictionary[World, list[KerasWeights]] = WeakKeyDictionary()
 
 
-class Distributed(keras.callbacks.Callback):  # type: ignore[misc]
+class Distributed(keras.callbacks.Callback):
     """The first callback of ``model.fit``: from the first epoch on, gradients are averaged over all workers.
 
     All workers begin with the variables of worker 0's model and optimizer. Moving statistics, such as those of
