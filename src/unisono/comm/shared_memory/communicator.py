@@ -29,8 +29,6 @@ from unisono.comm.shared_memory.rounds import HEADER, HostResources, RoundQueue
 
 LOG = logging.getLogger("unisono")
 
-_ADD_WHOLE = 2  # workers
-
 
 class SharedMemory(RoundQueue):
     """A communicator of workers of one host; `connect.share_memory` builds it once all of them can share memory."""
@@ -67,12 +65,9 @@ class SharedMemory(RoundQueue):
     def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Operation[Tensor]:
         to = dtype or x.dtype
         part = self._slice_of(x, to)
-        whole = part is not None and out is not None and self.size <= _ADD_WHOLE
-        offset = -1 if part is None else -2 - part.offset if whole else part.offset
-        header = self._header("sum", x.numel(), x.dtype, offset=offset, to=to)
-        if part is None:
-            return self._enqueue("sum", self._sum_by_mail(header, x.detach(), to, out))
-        return self._enqueue("sum", self._sum_in_place(header, x, part, out, whole))
+        header = self._header("sum", x.numel(), x.dtype, offset=part.place(out) if part else -1, to=to)
+        steps = self._sum_in_place(header, x, part, out) if part else self._sum_by_mail(header, x.detach(), to, out)
+        return self._enqueue("sum", steps)
 
     def gather(self, x: Tensor) -> Operation[Tensor]:
         return self._enqueue("gather", self._gather(self._header("gather", x.numel(), x.dtype), x.detach()))
@@ -121,22 +116,17 @@ class SharedMemory(RoundQueue):
 
     # The rounds of each operation.
 
-    def _sum_in_place(
-        self, header: bytes, x: Tensor, part: BufferSlice, out: Tensor | None, whole: bool
-    ) -> Steps[Tensor]:
+    def _sum_in_place(self, header: bytes, x: Tensor, part: BufferSlice, out: Tensor | None) -> Steps[Tensor]:
         number = self._round + 1
         yield from self._until(self._done, number - RING, released=False)
         self._post(number, header)
         yield from self._until_posted(number, released=True)
         self._check(number, header)
-        if whole and out is not None:
-            part.add_up_into(out)
-        else:
-            part.add_up()
+        part.add_up(out)
         self._finish(number)
         yield from self._until(self._done, number, released=True)
-        self._channels.bytes_sent += (self.size - 1) * x.nbytes if whole else part.bytes_read
-        result = part.result if out is None else out if whole else out.copy_(part.result)
+        self._channels.bytes_sent += part.bytes_read(out)
+        result = part.result(out)
         return result if x.dim() == 1 else result.view(x.shape)
 
     def _in_mail_rounds(

@@ -93,8 +93,7 @@ class TorchGroup(OperationQueue):
                 yield from self._transfer("sum", wide, lambda group: group.allreduce([wide], options))
                 # In a ring, each worker sends the tensor twice, both times without one of its `size` parts.
                 self._channels.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
-            summed = wide.to(x.dtype)
-            return (summed.to(dtype or x.dtype) if out is None else out.copy_(summed)).view(x.shape)
+            return (wide.to(x.dtype).to(dtype or x.dtype) if out is None else out.copy_(wide.to(x.dtype))).view(x.shape)
 
         return self._start(payload, "sum", x.numel(), x.dtype, to=dtype)
 
