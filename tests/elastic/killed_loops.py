@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
@@ -35,21 +36,22 @@ class Faults:
 
     def __init__(self, here: Path, moment: str, count: int) -> None:
         self._here, self._moment, self._places = here, moment, ["1", "2"][:count]
-        self._place, self._size = os.environ.get("UNISONO_RANK", "0"), 3
+        self._place = os.environ.get("UNISONO_RANK", "0")
+        self._repeats = -1  # of step `HIT`, on this worker
         self.sizes: list[int] = []
 
     def at(self, moment: str, step: int) -> None:
         """It is `moment` of `step`."""
         killed = sum((self._here / f"killed-{place}").exists() for place in self._places)
-        is_next = killed < len(self._places) and self._places[killed] == self._place and self._size == 3 - killed
-        if is_next and (moment, step) == (self._moment, HIT):
+        is_next = killed < len(self._places) and self._places[killed] == self._place
+        if is_next and (moment, step) == (self._moment, HIT) and max(self._repeats, 0) == killed:
             (self._here / f"killed-{self._place}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def steps(self, world: unisono.World) -> Iterator[Batches]:
         """The steps of `world`, which after a loss go on once there is a replacement."""
         for batches in world.steps(DATA, global_batch=12, micro_batch=2, steps=STEPS, seed=1):
-            self._size = world.size
+            self._repeats += batches.step == HIT
             yield batches
             self.sizes.append(world.size)
             if batches.step == HIT + 2 and any(self._here.glob("killed-*")):
@@ -61,9 +63,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
 
-def bound(world: unisono.World, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
+def bound(world: unisono.World, make: Callable[..., Optimizer], **options: Any) -> tuple[nn.Sequential, Optimizer]:
     model = net()
-    return world.bind(model, optimizer(model.parameters(), lr=1e-2), **{"compress": unisono.Exact()} | options)
+    optimizer = make(model.parameters(), lr=1e-2)
+    world.bind(model, optimizer, **{"compress": unisono.Exact()} | options)
+    return model, optimizer
 
 
 def scaler(world: unisono.World, faults: Faults) -> Mapping[str, Tensor]:
@@ -77,7 +81,9 @@ def scaler(world: unisono.World, faults: Faults) -> Mapping[str, Tensor]:
             scaler.scale(F.mse_loss(model(x), y)).backward()
             faults.at("pass", batches.step)
         if batches.step == HIT:
-            model[0].weight.grad[0] = torch.inf
+            gradient = next(model.parameters()).grad
+            assert gradient is not None  # also where a worker was lost
+            gradient[0] = torch.inf
         scaler.step(optimizer)
         scaler.update()
         faults.at("update", batches.step)
@@ -102,7 +108,7 @@ def closure(world: unisono.World, faults: Faults) -> Mapping[str, Tensor]:
     for batches in faults.steps(world):
         evaluations = 0
 
-        def loss() -> Tensor:
+        def loss() -> float:
             nonlocal evaluations
             evaluations += 1
             optimizer.zero_grad()
@@ -112,7 +118,7 @@ def closure(world: unisono.World, faults: Faults) -> Mapping[str, Tensor]:
                 each.backward()
                 losses.append(each.detach())
                 faults.at(f"evaluation {evaluations}", batches.step)  # noqa: B023
-            return torch.stack(losses).mean()
+            return float(torch.stack(losses).mean())
 
         optimizer.step(loss)
     return model.state_dict()
@@ -140,7 +146,7 @@ def unfreezing(world: unisono.World, faults: Faults) -> Mapping[str, Tensor]:
     model[0].requires_grad_(False)
     model[3].requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer = world.bind(model, optimizer, compress=unisono.Exact())
+    world.bind(model, optimizer, compress=unisono.Exact())
     for batches in faults.steps(world):
         if batches.step == 4:
             model[0].requires_grad_(True)
