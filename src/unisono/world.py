@@ -146,7 +146,7 @@ class World:
         All workers get the weights, buffers and optimizer states of worker 0. From then on, a backward pass leaves the
         mean gradient over all workers in ``parameter.grad``, as torch's DistributedDataParallel does. What the loop
         does to it before ``optimizer.step()`` counts. With local steps and parameter servers, it is this worker's own
-        gradient. A step returns True; or False if it was not taken since a worker was lost: gradients are then None,
+        gradient. A step returns True; or False if it was not taken since a worker was lost: gradients are then zero,
         and `steps` gives the data of the step again.
 
         May be called again for further models and optimizers; without a plan of `steps`, also during training.
@@ -255,8 +255,8 @@ class World:
         """Collective, after `bind` and `register_state` and before the first step: load the newest undamaged checkpoint
         in `directory`, on any number of workers. `steps` then begins with the step after it.
 
-        Hyperparameters of the optimizer's groups are part of the state. A worker that joins later reads nothing and
-        returns 0: it receives the state of the others when its loop begins.
+        Hyperparameters of the optimizer's groups, and which of its parameters are frozen, are part of the state. A
+        worker that joins later reads nothing and returns 0: it receives the state of the others when its loop begins.
 
         Returns:
             The steps that the checkpoint holds; 0, and nothing has changed, if there is none.
