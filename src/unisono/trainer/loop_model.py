@@ -180,7 +180,7 @@ class LoopModel:
             return LocalGradients(self.parameters)  # with no other worker and nothing to round
         loop = Loop(
             self._optimizer, shape.micro_batches, 2 * shape.micro_batches + shape.control_width, options.overlap,
-            self.local.sparse, shape.group_may_grow, shape.reference_weight, visible=True)  # fmt: skip
+            self.local.sparse, shape.group_may_grow, shape.reference_weight)  # fmt: skip
         compress = options.compress.for_sums_of(shape.micro_batches)
         bound = options.sync.bind(self.parameters, comm.channel("gradients"), compress, loop)
         if bound.optimizer_on_server:
