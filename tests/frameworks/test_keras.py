@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,23 +226,23 @@ def test_metrics_of_ones_own_say_how_their_variables_are_combined() -> None:
     assert simulate(2, run) == [[BATCH, BATCH / 2, BATCH / 2]] * 2
 
 
-def test_after_fit_a_worker_evaluates_alone_and_gradients_are_still_averaged() -> None:
+def test_after_fit_a_worker_evaluates_and_trains_alone() -> None:
     def run(comm) -> Any:
         model = build()
         fit(model, world_of(comm), epochs=1)
-        values = model.evaluate(*data(1), verbose=0) if comm.rank == 0 else None
-        model.zero_grad()
-        model(torch.from_numpy(data()[0][comm.rank :: 2])).mean().backward()
-        return values, [v.value.grad.numpy() for v in model.trainable_variables]
+        values = model.evaluate(*data(1), verbose=0)
+        if comm.rank == 0:
+            fit(model, None, epochs=1)
+        return values, state(model)
 
     model = build()
     history = fit(model, None, epochs=1)
-    model.zero_grad()
-    model(torch.from_numpy(data()[0])).mean().backward()
+    once = state(model)
+    fit(model, None, epochs=1)
     (values, first), (_, second) = simulate(2, run)
     close(values, [history["val_loss"][0], history["val_mae"][0]])
-    same([first, second])
-    close(first, [v.value.grad.numpy() for v in model.trainable_variables])
+    close(first, state(model))
+    close(second, once)
 
 
 def test_models_of_several_inputs_and_outputs() -> None:
@@ -321,6 +322,88 @@ def test_a_second_fit_trains_layers_that_were_frozen_or_added() -> None:
     ((first, second),) = simulate(1, lambda comm: train(None))
     for one, other in simulate(2, lambda comm: train(world_of(comm))):
         close([*one, *other], [*first, *second])
+
+
+def test_a_fit_begins_with_what_worker_0_has() -> None:
+    """Weights and optimizer variables, in the first fit and in the second."""
+
+    def train(world: World | None) -> Any:
+        model = build(0 if world is None else world.rank, optimizer=lambda: optimizers.Adam(0.01))
+        for _ in range(2):
+            if world is None or world.rank == 0:  # alone
+                weights = model.trainable_variables
+                with torch.no_grad():
+                    model.optimizer.apply([torch.ones_like(v.value) for v in weights], weights)
+            fit(model, world, epochs=1)
+        return state(model)
+
+    (expected,) = simulate(1, lambda comm: train(None))
+    for found in simulate(2, lambda comm: train(world_of(comm))):
+        close(found, expected)
+
+
+class Pair(keras.Model):
+    """Two networks with an optimizer each; the model itself is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = True
+        self.one = keras.Sequential([layers.Input((5,)), layers.Dense(5)])
+        self.two = keras.Sequential([layers.Input((5,)), layers.Dense(4), layers.Dense(1)])
+
+    def compile(self) -> None:
+        super().compile()
+        self.optimizer_one, self.optimizer_two = optimizers.Adam(0.01), optimizers.SGD(0.1)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        for part, optimizer in ((self.one, self.optimizer_one), (self.two, self.optimizer_two)):
+            self.zero_grad()
+            loss = ((self.two(self.one(x)) - y) ** 2).mean()
+            loss.backward()
+            weights = part.trainable_weights
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+def test_two_networks_in_a_train_step_one_of_them_unfrozen_later() -> None:
+    def train(world: World | None) -> Any:
+        keras.utils.set_random_seed(0)
+        model = Pair()
+        model.two.layers[0].trainable = False
+        for _ in range(2):
+            model.compile()
+            fit(model, world, epochs=1, validation_data=None)
+            model.two.layers[0].trainable = True
+        return [*state(model), *numbers(model.optimizer_one.variables)]
+
+    (expected,) = simulate(1, lambda comm: train(None))
+    found = simulate(2, lambda comm: train(world_of(comm)))
+    same(found)
+    close(found[0], expected)
+
+
+def test_a_fit_may_follow_one_that_has_failed() -> None:
+    def train(world: World | None) -> Any:
+        model, own = build(), [] if world is None else [Distributed(world)]
+        x, y = data() if world is None else shard(data(), world)
+
+        def fail(batch: int, logs: Any) -> None:
+            if batch == 2:
+                raise KeyboardInterrupt
+
+        for after in (callbacks.LambdaCallback(on_train_batch_end=fail), callbacks.Callback()):
+            with suppress(KeyboardInterrupt):
+                model.fit(x, y, BATCH // (world.size if world else 1), 2, 0, [*own, after], shuffle=False)
+        found = state(model)
+        if world is None or world.rank == 0:  # of both, nothing is left
+            fit(model, None, epochs=1)
+        return found
+
+    (expected,) = simulate(1, lambda comm: train(None))
+    for found in simulate(2, lambda comm: train(world_of(comm))):
+        close(found, expected)
 
 
 class Moving(callbacks.Callback):
@@ -603,7 +686,7 @@ def test_workers_that_fit_otherwise_are_refused_before_the_first_step() -> None:
     def optimizer(comm) -> None:
         fit(build(optimizer=lambda: optimizers.SGD(0.1, clipnorm=1.0 + comm.rank)), world_of(comm))
 
-    assert "fit = the optimizer's clipnorm: 1.0 on worker 0, and 2.0 on worker 1" in refused(2, optimizer)
+    assert "fit = clipnorm of optimizer 0: 1.0 on worker 0, and 2.0 on worker 1" in refused(2, optimizer)
 
     def model(comm) -> None:
         fit(build(inner=lambda: [layers.Dense(4 + comm.rank)]), world_of(comm))

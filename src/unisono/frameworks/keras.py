@@ -15,9 +15,9 @@ from __future__ import annotations
 import inspect
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,12 @@ _WRITERS = (
     (keras.callbacks.BackupAndRestore, "backup_dir"),
     (keras.callbacks.CSVLogger, "filename"),
     (keras.callbacks.TensorBoard, "log_dir"),
+    (keras.callbacks.OrbaxCheckpoint, "directory"),
 )
-
-_BOUND: WeakKeyDictionary[World, list[KerasWeights]] = WeakKeyDictionary()
 
 
 class Distributed(keras.callbacks.Callback):
-    """The first callback of ``model.fit``: from the first epoch on, gradients are averaged over all workers.
+    """The first callback of ``model.fit``, in which gradients are averaged over all workers.
 
     All workers begin with the variables of worker 0's model and optimizer. Moving statistics, such as those of
     ``BatchNormalization``, are averaged in each step. Random layers draw other numbers on each worker.
@@ -88,15 +87,16 @@ class Distributed(keras.callbacks.Callback):
             raise InvalidInput(
                 "sync", type(self._options["sync"]).__name__, "its exchange is part of the steps of a torch optimizer",
                 "use AllReduce(), or make a unisono.Task of the Keras model")  # fmt: skip
-        self.world = world or default_world()
+        self.world = world or default_world(self._options["sync"], self._options["compress"])
         self._begun = self._in_epoch = False
-        self._hook: Any = None
 
     # ---- called by Keras ----
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check the callbacks. What they load is shared later, when the first epoch begins."""
-        self._begun = self._in_epoch = False
+        if self._begun:  # in a fit that has failed
+            self._release()
+        self._in_epoch = False
         self._epoch, self._thread = 0, threading.get_ident()
         self._check_callbacks(_list_of(self))
 
@@ -108,7 +108,7 @@ class Distributed(keras.callbacks.Callback):
         self._step_logs: dict[str, Any] = {}
         self._train_logs: dict[str, Any] | None = None
         self._validation_logs: dict[str, Any] = {}
-        self._meet(_EPOCH, rate=_learning_rate(self.model.optimizer))
+        self._meet(_EPOCH, rate=_learning_rate(_optimizers(self.model)))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Collective."""
@@ -142,9 +142,8 @@ class Distributed(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Collective: counters and random numbers are alike on all workers again."""
         if self._begun:
-            self._begun = False
-            self._hook.remove()
             self._meet(_END)
+            self._release()
             self.world.share(KerasVariables(v for v in self.model.variables if not _is_real(v)))
             _share_generators(self.world)
 
@@ -176,7 +175,7 @@ class Distributed(keras.callbacks.Callback):
 
     def _begin(self) -> None:
         """Collective: all workers get what worker 0 has, and train together from now on."""
-        model, optimizer = self.model, self.model.optimizer
+        model = self.model
         for variable in model.trainable_variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise InvalidInput("model", variable.path, "its gradient is its new value, for which a mean is wrong",
@@ -184,23 +183,20 @@ class Distributed(keras.callbacks.Callback):
         if model.jit_compile:
             raise InvalidInput("jit_compile", True, "the exchange of gradients would be compiled with the step",
                                "write compile(jit_compile=False)")  # fmt: skip
-        replicas = _BOUND.setdefault(self.world, [])
-        known = {id(each) for replica in replicas for each in (*replica.parameters(), *replica.inner)}
-        inner = [each.module for each in model._flatten_layers() if isinstance(each, keras.layers.TorchModuleWrapper)]
-        new = KerasWeights(
-            [variable for variable in model.weights if _is_real(variable) and id(variable.value) not in known],
-            [module for module in inner if id(module) not in known],
-        )
-        self.world.share(KerasVariables([*model.variables, *optimizer.variables]))
-        if any(True for _ in new.parameters()):
-            self.world.bind(new, **self._options)
-            replicas.append(new)
+        variables = [*model.variables, *(v for optimizer in _optimizers(model) for v in optimizer.variables)]
+        self.world.share(KerasVariables(variables))
         self._compare_fits()
+        self._weights = KerasWeights(model)
+        self.world.bind(self._weights, **self._options)
+        self._hook = model.register_forward_pre_hook(self._weights.follow, with_kwargs=True)
         _draw_apart([v for v in model.variables if v.name == "seed_generator_state"], self.world)
-        if self._hook is not None:
-            self._hook.remove()  # of a fit that has failed
-        self._hook = model.register_forward_pre_hook(_Forward(replicas), with_kwargs=True)
         self._begun = True
+
+    def _release(self) -> None:
+        """Gradients are this worker's own again."""
+        self._begun = False
+        self._hook.remove()
+        self.world.release(self._weights)
 
     def _compare_fits(self) -> None:
         """Collective.
@@ -208,12 +204,12 @@ class Distributed(keras.callbacks.Callback):
         Raises:
             InvalidInput: workers have unequal numbers of steps or epochs, or another optimizer.
         """
-        config = self.model.optimizer.get_config()
-        mine = {
-            "the number of steps in an epoch": self.params["steps"],
-            "the number of epochs": self.params["epochs"],
-            **{f"the optimizer's {name}": value for name, value in config.items() if name != "name"},
-        }
+        mine = {"the number of steps in an epoch": self.params["steps"], "the number of epochs": self.params["epochs"]}
+        for i, optimizer in enumerate(_optimizers(self.model)):
+            own = {
+                f"{name} of optimizer {i}": value for name, value in optimizer.get_config().items() if name != "name"
+            }
+            mine |= {f"the class of optimizer {i}": type(optimizer).__name__, **own}
         texts = gather_text(self.world.comm, json.dumps(mine, default=lambda value: type(value).__name__))
         first, *others = map(json.loads, texts)
         for rank, other in enumerate(others, 1):
@@ -227,9 +223,8 @@ class Distributed(keras.callbacks.Callback):
     def _meet(self, point: int, batch: int = 0, rate: float = 0.0) -> None:
         """Collective: all workers are at the same point. A worker that went another way would be waited for in vain."""
         mine = torch.tensor([point, self._epoch + 1, batch + 1, rate], dtype=torch.float64)
-        rows = self.world.comm.gather(mine).wait()
-        for rank, row in enumerate(rows.tolist()):
-            first = rows[0].tolist()
+        first, *others = self.world.comm.gather(mine).wait().tolist()
+        for rank, row in enumerate(others, 1):
             if row[:3] != first[:3]:
                 places = [
                     _POINTS[int(at)].format(epoch=int(epoch), batch=int(step)) for at, epoch, step, _ in (first, row)
@@ -311,33 +306,28 @@ class KerasVariables(nn.Module):
 
     def __init__(self, variables: Iterable[Any]) -> None:
         super().__init__()
+        paths = Counter[str]()  # layers of the user's may share a name
         for variable in {id(v): v for v in variables}.values():
             path = variable.path.replace(".", "_")
-            count = sum(name == path or name.startswith(f"{path} (") for name in self._parameters)
-            self.register_parameter(f"{path} ({count})" if count else path, variable.value)
+            self.register_parameter(f"{path} ({paths[path]})" if paths[path] else path, variable.value)
+            paths[path] += 1
 
 
 class KerasWeights(KerasVariables):
     """What is bound for a model: its weights that are not integers, and its modules of torch."""
 
-    def __init__(self, variables: Iterable[Any], modules: Iterable[nn.Module]) -> None:
-        super().__init__(variables)
-        self.inner = nn.ModuleList(modules)
+    def __init__(self, model: Any) -> None:
+        super().__init__(variable for variable in model.weights if _is_real(variable))
+        wrappers = [each for each in model._flatten_layers() if isinstance(each, keras.layers.TorchModuleWrapper)]
+        self.inner = nn.ModuleList(each.module for each in wrappers)
 
     def forward(self, *inputs: Any, **named: Any) -> None:
         """Nothing: called for the hooks that `World.bind` puts on a model."""
 
-
-class _Forward:
-    """Before a forward pass of a Keras model in training: that of its replicas."""
-
-    def __init__(self, replicas: Sequence[KerasWeights]) -> None:
-        self._replicas = replicas
-
-    def __call__(self, model: nn.Module, inputs: Any, named: Any) -> None:
+    def follow(self, model: nn.Module, inputs: Any, named: Any) -> None:
+        """Before a forward pass of the Keras model in training: one of this module."""
         if model.training and torch.is_grad_enabled():
-            for replica in self._replicas:
-                replica(*inputs, **named)
+            self(*inputs, **named)
 
 
 def _list_of(callback: Distributed) -> Sequence[Any]:
@@ -374,9 +364,14 @@ def _share_generators(world: World) -> None:
         torch.cuda.set_rng_state(world.comm.broadcast(torch.cuda.get_rng_state()).wait())
 
 
-def _learning_rate(optimizer: Any) -> float:
-    """Of the optimizer, or the sum of those of several."""
-    rates = [each.learning_rate for each in getattr(optimizer, "optimizers", [optimizer])]
+def _optimizers(model: Any) -> list[Any]:
+    """Those of the model: one, or those that a ``train_step`` of the user's has."""
+    return [each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)]
+
+
+def _learning_rate(optimizers: Iterable[Any]) -> float:
+    """The sum of theirs, which is compared."""
+    rates = [each.learning_rate for whole in optimizers for each in getattr(whole, "optimizers", [whole])]
     return float(sum(_plain(rate) for rate in rates))
 
 
