@@ -105,7 +105,7 @@ class FixedOrder:
                     write([gradient], [total / divisor])
                 else:
                     torch.div(total, divisor, out=gradient)
-        own.timeline.exchanged(f"gradients.{next(iter(sums))}", self._exchange.began)
+        own.timeline.exchanged(f"gradients.{next(iter(self._exchanged.values()))}", self._exchange.began)
 
     def end(self) -> None:
         """All gradients of the step are reduced."""

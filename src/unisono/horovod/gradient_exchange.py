@@ -78,6 +78,9 @@ class GradientExchange:
 
     def start(self, name: str, tensors: Sequence[Tensor]) -> Finish:
         """Collective: start the reduction of `tensors`, in place."""
+        if len(tensors) > 1 and not self.sparse_as_dense and any(x.is_sparse for x in tensors):
+            finishes = [self.start(f"{name}.{number}", [x]) for number, x in enumerate(tensors)]
+            return lambda: _call_all(finishes)
         if tensors[0].is_sparse and not self.sparse_as_dense:
             return self._start_sparse(name, tensors[0])
         dense = [x.to_dense() if x.is_sparse else x for x in tensors]
@@ -94,6 +97,11 @@ class GradientExchange:
     def _start_sparse(self, name: str, tensor: Tensor) -> Finish:
         result = sparse_allreduce_async(tensor, name, self.op, self.process_set)
         return lambda: write([tensor], [result()])
+
+
+def _call_all(functions: Sequence[Finish]) -> None:
+    for function in functions:
+        function()
 
 
 def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

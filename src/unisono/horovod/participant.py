@@ -169,17 +169,15 @@ class Participant:
         negotiation, fixed = self._connected()
         fixed.begin_join()
         handle = self.submit(JOIN, (), lambda outputs: int(outputs[0]), name="")
-        attempt, checked_at = 0, time.monotonic()
-        while not (handle.poll() and fixed.all_joined):
+        agreed, attempt = False, 0
+        while not (agreed and fixed.all_joined):
             attempt = 0 if fixed.take_part() else attempt + 1
-            if handle.poll():
+            pause = _CHECK_SECONDS if fixed.all_joined else _BACKOFF.seconds(attempt)
+            if agreed:
+                time.sleep(pause)
+            elif agreed := handle.wait(pause):
                 handle.result()  # it may have failed
-                time.sleep(_BACKOFF.seconds(attempt))
-            else:
-                handle.wait(_CHECK_SECONDS if fixed.all_joined else _BACKOFF.seconds(attempt))
-            if time.monotonic() - checked_at > _CHECK_SECONDS:
-                checked_at = time.monotonic()
-                negotiation.check_workers()
+            negotiation.check_workers()
         last = int(handle.result())
         self._unnamed.clear()  # workers that joined early have left out operations without names
         fixed.end_join()
