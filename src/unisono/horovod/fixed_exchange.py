@@ -120,7 +120,7 @@ class FixedExchange:
 
     def _check_user(self, user: object) -> None:
         if self._open and self._user() not in (user, None):
-            raise InvalidArgument("named_parameters", next(iter(self._names)), "an optimizer with the same names has "
+            raise InvalidArgument("named_parameters", min(self._names), "an optimizer with the same names has "
                                   "gradients in flight", "take its step first, or choose other names")  # fmt: skip
 
     def _add(self, user: object, name: str, gradient: Tensor) -> None:

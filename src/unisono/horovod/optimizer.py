@@ -1,6 +1,7 @@
 """`DistributedOptimizer`: a torch optimizer whose step is that of all workers, by Horovod's interface.
 
-Each gradient is submitted as soon as backward has accumulated it; `synchronize` waits for all, and `step` calls it.
+The exchange of each gradient starts as soon as backward has accumulated it; `synchronize` waits for all, and `step`
+calls it.
 """
 
 from __future__ import annotations
