@@ -26,6 +26,7 @@ myst_heading_anchors = 3
 highlight_language = "text"  # of equations and drawings in docstrings
 default_role = "py:obj"  # `name` in a docstring is a name of ours, and a link where it has a page
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["keras"]  # it would ask for the framework of another backend
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

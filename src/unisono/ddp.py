@@ -88,6 +88,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options = checked(sync=sync, compress=compress)
         self._sync, self._compress, self._begun = options["sync"], options["compress"], False
         self._given = world
+        # If torch's class wraps this one, as helpers of libraries do, it finds nothing to average and raises an error.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
         self.world.share(module)
 
     @property
@@ -122,7 +124,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # also in evaluation mode, in which a model may be trained
             self._begin()
         return self.module(*inputs, **named)
 

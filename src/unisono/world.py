@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
 from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import claim_identity
+from unisono.launch import WorkerIdentity, claim_identity
 from unisono.launch.script import take_elastic_context
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.sync import AllReduce, Synchronizer
@@ -73,15 +74,18 @@ def join(
 
 
 def join_group(
-    device: str, communicator: str, threads: int, timeout_seconds: float
+    device: str, communicator: str, threads: int, timeout_seconds: float, identity: WorkerIdentity | None = None
 ) -> tuple[LoopGroup, torch.device, ThreadTracker]:
     """Collective: the workers, as an interface uses them that has a loop of its own; arguments and errors of `join`.
+
+    Args:
+        identity: of this worker; None: what the environment says.
 
     Returns:
         The group, where this worker computes, and what records its activity.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
-    who = claim_identity()
+    who = claim_identity(identity)
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
     watch, elastic = ThreadTracker(), take_elastic_context()
@@ -142,7 +146,7 @@ class World:
         All workers get the weights, buffers and optimizer states of worker 0. From then on, a backward pass leaves the
         mean gradient over all workers in ``parameter.grad``, as torch's DistributedDataParallel does. What the loop
         does to it before ``optimizer.step()`` counts. With local steps and parameter servers, it is this worker's own
-        gradient. A step returns True; or False if it was not taken since a worker was lost: gradients are then None,
+        gradient. A step returns True; or False if it was not taken since a worker was lost: gradients are then zero,
         and `steps` gives the data of the step again.
 
         May be called again for further models and optimizers; without a plan of `steps`, also during training.
@@ -251,8 +255,8 @@ class World:
         """Collective, after `bind` and `register_state` and before the first step: load the newest undamaged checkpoint
         in `directory`, on any number of workers. `steps` then begins with the step after it.
 
-        Hyperparameters of the optimizer's groups are part of the state. A worker that joins later reads nothing and
-        returns 0: it receives the state of the others when its loop begins.
+        Hyperparameters of the optimizer's groups, and which of its parameters are frozen, are part of the state. A
+        worker that joins later reads nothing and returns 0: it receives the state of the others when its loop begins.
 
         Returns:
             The steps that the checkpoint holds; 0, and nothing has changed, if there is none.
@@ -328,7 +332,13 @@ class World:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
 
         All workers call it alike. NaN also where a worker was lost, until the next step.
+
+        Raises:
+            UnisonoError: each worker takes as many steps as it can, so that calls do not pair.
         """
+        if self._loop is not None and self._loop.leases_steps:
+            raise UnisonoError("world.mean came in a loop in which each worker takes as many steps as it can, so that "
+                               "calls of workers do not pair: call it after the loop")  # fmt: skip
         mine = torch.tensor([value * weight, weight], dtype=torch.float64)
 
         def gather() -> Tensor:
@@ -357,6 +367,27 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kind)
+
+
+def synchronizer_state(world: World) -> dict[str, Tensor]:
+    """Collective, between two steps: synchronize, and what a checkpoint needs besides models and optimizers.
+
+    The same on all workers; empty under ``AllReduce()``.
+    """
+    loop = world._bound()
+    loop.synchronize()
+    return loop.models.state_dict() if loop.models.bound else dict(loop.state.progress.shared)
+
+
+def load_synchronizer_state(world: World, state: Mapping[str, Tensor]) -> None:
+    """Between `World.bind` and the first step: continue from the `synchronizer_state` of an equal synchronizer.
+
+    Models and optimizers have been loaded by then, on all workers alike.
+    """
+    loop = world._bound()
+    if loop.begun:
+        raise UnisonoError("the synchronizer's state was loaded after the first step: load it before")
+    loop.state.progress = replace(loop.state.progress, shared=dict(state))
 
 
 def _plan(samples: int, asked: Mapping[str, Any], *, warns: bool) -> tuple[MicroBatchPlan, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -336,7 +337,9 @@ def main() -> None:
     if asked.serve:
         serve_orders(asked.coordinator, asked.serve / "certificate.pem", asked.serve / "key.pem", asked.report)
     report = asked.report.open("w")
-    "preloaded".encode("idna")  # another user may not be able to read this interpreter's files
+    # Another user may not be able to read the files of this interpreter.
+    "preloaded".encode("idna")
+    importlib.import_module("multiprocessing.popen_fork")
     stores_module()
     if asked.user:
         os.setgroups([])

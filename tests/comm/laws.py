@@ -117,6 +117,35 @@ def start_narrowed_sum(comm: Communicator, dtype: torch.dtype, shape: tuple[int,
     return narrowed, lambda result: same(result, expected.float()) and same(kept.wait(), expected)
 
 
+def start_private_sum(comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Sums into memory of the caller, which may be written, and outlives the next sum of the same tensor."""
+    parts = [sample(rank, dtype, shape, seed) for rank in range(comm.size)]
+    n, expected = parts[0].numel(), in_order(parts)
+    allocated = comm.allocate(n, dtype).view(shape)
+    outs = [torch.empty(n, dtype=dtype) for _ in range(3)]
+    wide = torch.empty(n, dtype=torch.float64 if dtype.is_floating_point else dtype)
+    own, again = parts[comm.rank].clone(), comm.allocate(n, wide.dtype).view(shape)
+    again.copy_(parts[comm.rank])
+    narrowed = comm.sum(again, dtype, outs[2])
+    allocated.copy_(parts[comm.rank])
+    first = comm.sum(allocated, out=outs[0])
+    mailed = comm.sum(own, out=outs[1])
+
+    def good(result: Tensor) -> bool:
+        kept = first.wait()
+        private = all(x.data_ptr() == out.data_ptr() for x, out in zip((kept, result, narrowed.wait()), outs))
+        right = same(kept, expected) and same(result, expected) and same(narrowed.wait(), in_order_wide(parts, wide))
+        kept.copy_(expected)  # of this worker alone: a peer that reads its own later finds it unchanged
+        return private and right
+
+    return mailed, good
+
+
+def in_order_wide(parts: list[Tensor], like: Tensor) -> Tensor:
+    """The sum in the dtype of `like`, converted to that of the parts."""
+    return in_order([part.to(like.dtype) for part in parts]).to(parts[0].dtype)
+
+
 STARTS: dict[str, Callable[..., Any]] = {
     "sum": start_sum,
     "gather": start_gather,
@@ -125,6 +154,7 @@ STARTS: dict[str, Callable[..., Any]] = {
     "swap": start_swap,
     "allocated_sum": start_allocated_sum,
     "narrowed_sum": start_narrowed_sum,
+    "private_sum": start_private_sum,
 }
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-STEPS, HIT = 60, 7
+from tests.support.replacements import environment
+
+STEPS, HIT = 30, 7
 SCRIPT = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys
 import torch
 from torch import nn
 from torch.nn import functional as F
 import unisono
+from tests.support.replacements import await_replacement
 from unisono.checkpoint import fingerprint
 
 here, where = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -49,8 +51,8 @@ for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, se
         hit("second pass", batches.step)
     second = step_g.step()
     seen.append((batches.step, first, second, world.size))
-    if (here / "hit").exists() and batches.step < STEPS - 20 and world.size < 3:
-        time.sleep(0.05)  # steps go on until the one that was hit is back
+    if (here / "hit").exists() and batches.step == HIT + 2:
+        await_replacement(world, 3)
 if world.rank == 0:
     print("void", [each[:3] for each in seen if not (each[1] and each[2])])
     weights = {f"{i}/{k}": v for i, m in enumerate((generator, judge)) for k, v in m.state_dict().items()}
@@ -65,7 +67,7 @@ def looped(path: Path, where: str, *how: str, script: str = SCRIPT) -> dict[str,
     (path / "loop.py").write_text(script)
     done = subprocess.run(
         [sys.executable, *how, "loop.py", str(path), where], cwd=path, capture_output=True, text=True, timeout=150,
-        stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("void", "weights")))
@@ -91,7 +93,7 @@ def test_a_step_of_two_networks_that_a_worker_is_lost_in_is_taken_again(
 
 
 AFTER_STEP = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys
 import torch
 from torch import nn
 import unisono

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate import DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType
 from torch import nn
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from unisono.errors import UnisonoError
 from unisono.frameworks.accelerate import Accelerator
 from unisono.frameworks.transformers import Trainer
 
@@ -112,15 +111,6 @@ def trained(directory: str, workers: int, passes: int = 1, resume: bool = False,
     return told(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def refusal(**named: Any) -> str:
-    AcceleratorState._reset_state()
-    try:
-        Accelerator(cpu=True, **named)
-    except UnisonoError as error:
-        return str(error)
-    return ""
-
-
 def main(file: str) -> None:
     fp16 = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     found: dict[str, Any] = {
@@ -141,10 +131,10 @@ def main(file: str) -> None:
         found["kind"] = type(model).__name__
         found["keys"] = list(accelerator.get_state_dict(model))
         found["exact"] = final(compress="Exact()")
+        found["compressor"] = repr(accelerated(stop=0, compress="Exact()")[1]._compress)
         found["fp16"] = final(kwargs_handlers=[fp16])
         found["LocalSGD"] = final(sync="LocalSGD(every=1)")
         found["ParameterServer"] = final(sync="ParameterServer()")
-        found["fsdp"] = refusal(fsdp_plugin=FullyShardedDataParallelPlugin())
         found["trainer LocalSGD"] = trained(shared, workers, sync="LocalSGD(every=2)")
     if accelerator.is_main_process:
         Path(file).write_text(json.dumps(found))

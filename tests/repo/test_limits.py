@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "trainer/custom_loop.py CustomLoop: methods": "calls in any order share a step's state",
     "trainer/loop_model.py LoopModel: lines of a class": "a view, its passes and its rounds share one state",
     "trainer/loop_model.py LoopModel: methods": "a view, its passes and its rounds share one state",
+    "world.py World: lines of a class": "what a custom loop can call, most of it docstrings",
     "trainer/loop.py Trainer.run: lines of a function": "a step from top to bottom, on one page",
 }
 

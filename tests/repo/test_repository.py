@@ -136,12 +136,14 @@ def test_the_root_has_few_rooms() -> None:
     modules = [path.stem for path in SOURCE.glob("*.py")]
     folders = [path.parent.name for path in SOURCE.glob("*/__init__.py")]
     assert len(modules) <= 8, modules
-    assert len(folders) <= 20, folders
+    assert len(folders) <= 21, folders
 
 
 def test_no_two_public_classes_share_a_name() -> None:
+    """But those for other frameworks, which have the names of the classes whose place they take."""
     places = defaultdict(list)
-    for name, path in zip(NAMES, MODULES, strict=True):
+    own = [(name, path) for name, path in zip(NAMES, MODULES, strict=True) if "frameworks" not in path.parts]
+    for name, path in own:
         for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)

@@ -943,3 +943,24 @@ def test_what_is_changed_on_one_worker_alone_is_named_within_two_steps(planned, 
 
     with pytest.raises(UnisonoError, match=words):
         simulate(3, run)
+
+
+def test_a_mean_is_refused_where_workers_take_as_many_steps_as_they_can() -> None:
+    """Their calls would not pair: one of them could wait for ever, or get the mean of another moment."""
+
+    def run(comm) -> bool:
+        world, model = world_of(comm), net()
+        world.bind(model, torch.optim.SGD(model.parameters(), 0.1), sync="ParameterServer(staleness=2)")
+        refused = 0
+        for batches in world.steps(data(), global_batch=8, micro_batch=4, steps=3):
+            for x, y in batches:
+                loss_of(model, x, y).backward()
+            for optimizer in [world._loop.optimizers[0].optimizer]:
+                optimizer.step()
+                optimizer.zero_grad()
+            with pytest.raises(UnisonoError, match=r"world\.mean came in a loop in which each worker takes as many"):
+                world.mean(1.0)
+            refused += 1
+        return refused > 0 and world.mean(1.0) == 1.0
+
+    assert any(simulate(2, run))

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -152,6 +152,17 @@ def test_what_may_call_a_closure_twice_takes_no_local_steps() -> None:
     simulate(2, run)
 
 
+def test_a_model_in_evaluation_mode_is_trained_by_the_mean_as_well() -> None:
+    def run(comm) -> torch.Tensor:
+        model = DDP(net(), world=world_of(comm)).eval()
+        x, y = mine(0, comm.rank, 2)
+        F.mse_loss(model(x), y).backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+    first, second = simulate(2, run)
+    assert torch.equal(first, second)
+
+
 def test_libraries_take_it_for_the_class_of_torch() -> None:
     def run(comm) -> None:
         model = DDP(net(), world=world_of(comm))
@@ -183,6 +194,20 @@ def test_a_model_that_is_gone_is_released() -> None:
         return [each() is None for each in gone]
 
     assert simulate(2, run) == [[True] * 3] * 2
+
+
+def test_the_class_of_torch_refuses_to_wrap_it() -> None:
+    """Its gradients would be averaged twice, or lost."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+    def run(comm) -> None:
+        with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter"):
+            nn.parallel.DistributedDataParallel(DDP(net(), world=world_of(comm)))
+
+    try:
+        simulate(2, run)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_several_models_have_a_class_each() -> None:

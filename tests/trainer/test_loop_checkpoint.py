@@ -285,3 +285,32 @@ def test_each_step_is_taken_or_left_out_once(body, words) -> None:
 
     with pytest.raises(UnisonoError, match=words):
         ran(2, run)
+
+
+def test_an_optimizer_whose_state_has_lists_goes_on_too(tmp_path: Path) -> None:
+    """LBFGS keeps directions of earlier steps in lists."""
+
+    def run(comm: Any, until: int) -> torch.Tensor:
+        world, model = world_of(comm), net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        world.bind(model, optimizer, compress=Exact())
+        world.load(tmp_path)
+        for batches in world.steps(data(), steps=until, **SIZES):
+
+            def loss() -> torch.Tensor:
+                optimizer.zero_grad()
+                losses = []
+                for x, y in batches:  # noqa: B023 (it is called in this iteration)
+                    losses.append(loss_of(model, x, y))
+                    losses[-1].backward()
+                return torch.stack(losses).mean()
+
+            optimizer.step(loss)
+        if until == SAVED:
+            assert world.save(tmp_path) is not None
+        return state(model)
+
+    (whole,) = ran(1, run, STEPS)
+    ran(2, run, SAVED)
+    for found in ran(2, run, STEPS):
+        assert torch.equal(found, whole)

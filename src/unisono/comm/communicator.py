@@ -70,12 +70,16 @@ class Communicator(Services, Protocol):
     def allocate(self, numel: int, dtype: dtype) -> Tensor:
         """Collective: a zeroed flat tensor, which `sum` takes without copying it."""
 
-    def sum(self, x: Tensor, dtype: dtype | None = None) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: dtype | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """The sum over all peers, added in the order of ranks where the backend can promise an order.
 
         Additions are in the dtype of `x`; the sum is converted to `dtype` (None: the dtype of `x`) once, after the last
         addition. The result has the shape of `x`. It may be memory shared with peers, or `x` itself, so the caller must
         not write into it. It is valid until this worker starts the next `sum` of the same `x`.
+
+        Args:
+            out: flat memory of this worker alone, of the result's dtype and number of elements, which becomes the
+                result. The caller may write into it afterwards, and it stays valid. All workers give it, or none does.
         """
 
     def gather(self, x: Tensor) -> Work[Tensor]:

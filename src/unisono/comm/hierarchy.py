@@ -76,9 +76,9 @@ class SubCommunicator:
         memory: Tensor = self._comm.allocate(numel, dtype)
         return memory
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """See `Communicator.sum`."""
-        return _TranslatedWork(self._comm.sum(x, dtype), self._ranks)
+        return _TranslatedWork(self._comm.sum(x, dtype, out), self._ranks)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
         """See `Communicator.gather`."""

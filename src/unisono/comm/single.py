@@ -46,8 +46,8 @@ class SingleWorker:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Finished[Tensor]:
-        return Finished(x.to(dtype or x.dtype))
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Finished[Tensor]:
+        return Finished(x.to(dtype or x.dtype) if out is None else out.copy_(x.detach().reshape(-1)).view(x.shape))
 
     def gather(self, x: Tensor) -> Finished[Tensor]:
         return Finished(x.detach().clone().unsqueeze(0))

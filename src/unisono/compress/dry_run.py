@@ -47,7 +47,7 @@ class _Loopback:
     def now(self) -> float:
         return self._comm.now()
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Any:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Any:
         return self._record("sum", [x], x.to(dtype or x.dtype))
 
     def gather(self, x: Tensor) -> Any:

@@ -124,9 +124,12 @@ class Exact(Codec):
         # NaN compares false, so the negated comparison catches it too.
         if not max(-float(least), float(most)) * grid <= self.bound:
             largest = float(counted.abs().amax()) * grid
+            cure = "fewer fraction_bits give a larger range"
+            if not math.isfinite(largest):
+                cure = "where steps overflow and are left out, as with a GradScaler, use Cast()"
             raise ValueError(
                 f"a gradient of weighted magnitude {largest:g} is outside the range ±{self.bound:g} of exact sums of "
-                f"{self.addends} gradients; fewer fraction_bits give a larger range"
+                f"{self.addends} gradients; {cure}"
             )
 
 

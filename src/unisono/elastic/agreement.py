@@ -17,9 +17,7 @@ from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput
 
 
-def start_alike(
-    comm: Communicator, model: nn.Module, optimizer: Optimizer, known: Container[Tensor] = ()
-) -> None:
+def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer, known: Container[Tensor] = ()) -> None:
     """Collective: give all workers of `comm` the weights and the optimizer state of worker 0.
 
     Args:

@@ -89,18 +89,24 @@ class ExtraState:
 
 
 class _Groups:
-    """The parameter groups of an optimizer, without their parameters."""
+    """The parameter groups of an optimizer, without their parameters, and which of these are frozen."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         groups = self._optimizer.param_groups
-        return {"groups": [{key: value for key, value in g.items() if key not in _LEFT_OUT} for g in groups]}
+        return {
+            "groups": [{key: value for key, value in g.items() if key not in _LEFT_OUT} for g in groups],
+            "trained": "".join("01"[p.requires_grad] for g in groups for p in g["params"]),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         for group, values in zip(self._optimizer.param_groups, state_dict["groups"], strict=True):
             group.update(values)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for parameter, trained in zip(parameters, state_dict.get("trained", ""), strict=False):  # older ones have none
+            parameter.requires_grad_(trained == "1")
 
 
 _GROUPS = "optimizer groups"

@@ -156,7 +156,7 @@ class ElasticLoopGroup(LoopGroup):
     def freeze(self) -> None:
         if self._comm is None:
             raise UnisonoError("a worker was lost, and a loop like this one cannot be taken up by another")
-        self._report_over()
+        self._report_over(recovers=False)
 
     def begin(self, *, recovers: bool) -> Session:
         if not recovers:
@@ -222,10 +222,12 @@ class ElasticLoopGroup(LoopGroup):
         if self.session is not None:
             self.session.close()
 
-    def _report_over(self) -> None:
-        """From now on this worker is not replaced when it is lost, and not asked to leave."""
+    def _report_over(self, *, recovers: bool = True) -> None:
+        """From now on this worker is not replaced when it is lost, and not asked to leave. `recovers`: in the loop, it
+        would have been."""
         self._over = True
-        self._context.worker.report({"kind": "over", "place": self._context.worker.identity.rank})
+        place = self._context.worker.identity.rank
+        self._context.worker.report({"kind": "over", "place": place, "recovers": recovers})
         self._context.interrupt_again()
 
 

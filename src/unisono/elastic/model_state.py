@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,17 +30,23 @@ def names_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The tensors, and the plain numbers, of the optimizer's state, both by the name ``parameter/key``."""
+    """The tensors, and the plain numbers, of the optimizer's state, both by the name ``parameter/key``.
+
+    The items of a list, such as those of LBFGS, have the names ``parameter/key[0]`` and so on. For an empty list there
+    is a number ``parameter/key[]``.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = f"{names[id(parameter)]}/{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            elif isinstance(value, int | float):
-                numbers[name] = value
+            if isinstance(value, list) and all(isinstance(each, Tensor | int | float) for each in value):
+                items = {f"{name}[{i}]": each for i, each in enumerate(value)} or {f"{name}[]": 0}
+            else:
+                items = {name: value}
+            tensors |= {name: each for name, each in items.items() if isinstance(each, Tensor)}
+            numbers |= {name: each for name, each in items.items() if isinstance(each, int | float)}
     return tensors, numbers
 
 
@@ -53,5 +60,19 @@ def load_state(
     for path, value in [*tensors.items(), *numbers.items()]:
         name, key = path.rsplit("/", 1)
         states.setdefault(order.index(name), {})[key] = value
+    for state in states.values():
+        _join_lists(state)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+_ITEM = re.compile(r"(.+)\[(\d*)\]")
+
+
+def _join_lists(state: dict[str, Any]) -> None:
+    """Replace the items of each list in the state of one parameter, as `state_of` names them, by the list."""
+    items = [(found[1], int(found[2] or -1), key) for key in state if (found := _ITEM.fullmatch(key))]
+    for name, number, key in sorted(items):
+        values, value = state.setdefault(name, []), state.pop(key)
+        if number >= 0:
+            values.append(value)

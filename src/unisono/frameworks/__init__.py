@@ -1,1 +1,1 @@
-"""Other frameworks train on Unisono's communicators, each by its own extension point."""
+"""Other frameworks exchange gradients by Unisono, each by its own extension point."""

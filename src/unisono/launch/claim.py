@@ -19,8 +19,11 @@ from unisono.launch.cluster_environment import CONVENTIONS, WorkerIdentity, iden
 _CLAIM = "UNISONO_CLAIM"
 
 
-def claim_identity() -> WorkerIdentity:
+def claim_identity(given: WorkerIdentity | None = None) -> WorkerIdentity:
     """Claim the identity in the environment for this process; processes that it starts do not have this identity.
+
+    Args:
+        given: the identity of this process; None: what the environment says.
 
     Raises:
         InvalidInput: as for `identify`.
@@ -30,7 +33,7 @@ def claim_identity() -> WorkerIdentity:
     own = unclaimed(os.environ, os.getpid())
     for name in os.environ.keys() - own.keys():
         del os.environ[name]
-    identity = identify(own)
+    identity = given or identify(own)
     if identity.launcher != "none":
         os.environ[_CLAIM] = claim_marker(os.environ, os.getpid())
     return identity

@@ -303,7 +303,7 @@ class IndependentExit:
         self._exited_in_loop: dict[int, str] = {}  # by slot: how its script exited inside the loop
         self._names: dict[int, str] = {}
         self._all_names: set[str] = set()  # the names of all processes of this launcher so far
-        self._loop_ended = False
+        self._loop_ended, self._recovers = False, True
         self.stop_signal = policy.stop_signal
 
     def next_name(self, slot: int) -> str:
@@ -324,6 +324,7 @@ class IndependentExit:
                 self._in_loop.discard(message["place"])
                 self._past_loop.add(message["place"])
                 self._loop_ended = True
+                self._recovers = self._recovers and message.get("recovers", True)
             case "ended" if message["place"] in self._in_loop:
                 self._exited_in_loop[message["place"]] = message["text"]
             case "step" if failure := self._exited_in_loop_of(message["members"]):
@@ -348,7 +349,8 @@ class IndependentExit:
     def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
         if self._loop_ended:
-            return RestartVerdict(failure=replace(failure, reason=f"{failure.reason}, {AFTER_LOOP}"))
+            why = AFTER_LOOP if self._recovers else OTHER_LOOP
+            return RestartVerdict(failure=replace(failure, reason=f"{failure.reason}, {why}"))
         is_needed = failure.rank in self._before_loop and len(self._before_loop) > 1
         self._before_loop.discard(failure.rank)
         if is_needed:
@@ -381,6 +383,10 @@ class IndependentExit:
 WITHOUT_STEP = "without a step in between"
 BEFORE_LOOP = "before its loop over world.steps began: a lost worker is replaced only inside the loop"
 IN_LOOP = "inside its loop over world.steps, which the others continued"
+OTHER_LOOP = (
+    "in a loop in which no worker is replaced, since it reads its own data or keeps state on one worker: start the run "
+    "again from its newest checkpoint (world.save, world.load)"
+)
 AFTER_LOOP = "after the loop over world.steps had ended: no worker is replaced any more"
 
 

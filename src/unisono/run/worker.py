@@ -357,16 +357,17 @@ def _mesh(places: RankMesh, device: torch.device) -> Any:
 
 
 def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
-    """The digest of the weights. With a pipeline, worker 0 computes it from the last checkpoint; empty on the others,
-    or without a sound checkpoint of the last step."""
+    """Collective: the digest of the weights. With a pipeline, rank 0 computes it from the last checkpoint; empty
+    without a sound one of the last step."""
     if trainer.replica.local.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
+    digest = ""
     if trainer.comm.rank == 0:
         with contextlib.suppress(CheckpointDamaged):
             opened = open_newest(path / CHECKPOINTS, log.warning)
             if opened is not None and opened.step == steps:
-                return fingerprint_of(opened)
-    return ""
+                digest = fingerprint_of(opened)
+    return broadcast_text(trainer.comm, digest)
 
 
 def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_seconds: float) -> Recorder:

@@ -18,6 +18,7 @@ from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
 from unisono.sync.bucket_reduction import BucketedReduction, ReduceFunction, RoundMeans, mean
+from unisono.sync.buckets import plan_buckets
 from unisono.sync.gradient_memory import GradientMemory
 from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
@@ -50,17 +51,16 @@ class AllReduce:
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
+        memory = GradientMemory()
         reduction = BucketedReduction(
-            parameters,
+            plan_buckets(parameters, compress, self.bucket_bytes, self.first_bytes),
             comm,
-            compress,
-            bucket_bytes=self.bucket_bytes,
-            first_bytes=self.first_bytes,
             control=loop.control,
             overlap=loop.overlap,
             how=_HOW[self.reduce],
+            private=memory.take if loop.visible else None,
         )
-        return BoundAllReduce(parameters, reduction, loop.sparse)
+        return BoundAllReduce(parameters, reduction, memory, loop.sparse)
 
 
 _HOW: dict[str, ReduceFunction] = {"mean": mean, "adasum": adasum}
@@ -72,10 +72,14 @@ class BoundAllReduce(BoundSynchronizer):
     gradients_only = True
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str] = frozenset()
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        reduction: BucketedReduction,
+        memory: GradientMemory,
+        sparse: frozenset[str] = frozenset(),
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
-        self._memory = GradientMemory()
+        self._memory = memory
 
     def begin(self) -> None:
         self._reduction.begin()

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.comm import Communicator, Hierarchy
 from unisono.compress import Buffered, Cast, CollectiveVerbs, Compressor, CompressorMemory, Mean, Span, views
-from unisono.sync.buckets import BucketPlan, gaps, pack, plan_buckets, refused, unpack
+from unisono.sync.buckets import BucketPlan, gaps, pack, refused, unpack
 from unisono.sync.pending_mean import PendingMean
 
 ReduceFunction = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
+
+
+PrivateMemory = Callable[[BucketPlan, int], Tensor]
+"""Gives memory of this worker alone for the mean of one bucket and as many further numbers."""
 
 
 def mean(
@@ -62,30 +67,30 @@ class BucketedReduction:
     each tensor.
 
     Args:
-        parameters: by name, tensors with the shape, dtype and device of the tensors that are averaged.
-        bucket_bytes, first_bytes: the least sizes of a bucket, and of the first bucket.
+        plans: of the buckets, from `plan_buckets`.
         control: the length of the control word, in numbers.
         overlap: whether the exchange of a bucket starts as soon as the bucket is full.
         how: the function that takes the mean of one bucket.
+        private: where means are wanted; None: in memory that peers may share.
+
+    Attributes:
+        plans: of the buckets.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        plans: Sequence[BucketPlan],
         comm: Communicator,
-        compress: Compressor,
         *,
-        bucket_bytes: int,
-        first_bytes: int,
         control: int = 0,
         overlap: bool = True,
         how: ReduceFunction = mean,
+        private: PrivateMemory | None = None,
     ) -> None:
-        self.names = tuple(parameters)
+        self.plans, self._count = plans, sum(len(plan.spans) for plan in plans)
         self._comm, self._polled_at = comm, comm.now()
         self._overlap, self._zero_control = overlap, [0.0] * control
-        plans = plan_buckets(parameters, compress, bucket_bytes, first_bytes)
-        tail = len(parameters) + 8 * control
+        tail = self._count + 8 * control
         # An exchange of several messages starts the later messages when it is polled, at different moments on
         # different workers. So such buckets have a separate channel, which completes a bucket before it begins another.
         hierarchy = comm.hierarchy("hops")
@@ -93,20 +98,16 @@ class BucketedReduction:
         add_up = [how is mean and c.compress.is_additive for c in plans]
         channel = comm if hierarchy or all(add_up) else comm.channel("hops")
         self._gradients = [
-            Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0)
+            Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0,
+                   private=private)
             for c in plans
-        ]
+        ]  # fmt: skip
         self._tail: list[Bucket] = []  # an uncompressed bucket for the tail, if no other bucket can carry it
         if not add_up or not add_up[-1]:
             empty = BucketPlan((), torch.float32, plans[-1].device if plans else torch.device("cpu"), 0, Cast())
             self._tail = [Bucket(empty, comm, comm, how=mean, hierarchy=hierarchy, tail=tail)]
         self._place = {span.name: (bucket, i) for bucket in self._gradients for i, span in enumerate(bucket.plan.spans)}
         self.begin()
-
-    @property
-    def plans(self) -> list[BucketPlan]:
-        """The plans of the buckets."""
-        return [bucket.plan for bucket in self._gradients]
 
     def begin(self) -> None:
         """Begin a round. The previous round, if it was not committed, is discarded."""
@@ -180,8 +181,8 @@ class BucketedReduction:
             self._start_queued()
         means = [bucket.wait() for bucket in self._buckets]
         tail = means[-1][self._buckets[-1].plan.numel :]
-        used = tail[: len(self.names)]
-        return RoundMeans(self._buckets, means, used, unpack(tail[len(self.names) :]))
+        used, control = tail[: self._count], unpack(tail[self._count :])
+        return RoundMeans(self._buckets, means, used, control)
 
     def commit(self) -> None:
         """Commit the residuals of this round; called once its means are applied."""
@@ -285,6 +286,7 @@ class Bucket:
     Args:
         channel: the channel for an exchange of several messages.
         tail: how many numbers follow the tensors: the flags of used parameters, and the control word.
+        private: see `BucketedReduction`.
 
     Attributes:
         hops: whether this round's exchange takes several messages, on `channel`.
@@ -300,8 +302,10 @@ class Bucket:
         how: ReduceFunction,
         hierarchy: Hierarchy | None,
         tail: int,
+        private: PrivateMemory | None = None,
     ) -> None:
         self.plan, self._tail, self._hierarchy, self._how = plan, tail, hierarchy, how
+        self._private = private
         self._comm, self._channel = comm, channel
         self.memory = CompressorMemory()
         self.total = (hierarchy.intra_node if hierarchy else comm).allocate(
@@ -382,8 +386,11 @@ class Bucket:
             unused.zero_()
 
     def start(self) -> None:
-        plan, comm = self.plan, self._channel if self.hops else self._comm
-        total = self.total[: plan.numel + self._tail * self.carries]
+        plan, tail = self.plan, self._tail * self.carries
+        comm: CollectiveVerbs = self._channel if self.hops else self._comm
+        if self._private and not self.hops:
+            comm = SumsInto(comm, self._private(plan, tail))
+        total = self.total[: plan.numel + tail]
         how = hierarchical(self._hierarchy, self._how) if self._hierarchy else self._how
         self._pending = PendingMean(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
 
@@ -409,3 +416,20 @@ class Bucket:
         if pointer not in self._views:
             self._views = {pointer: views(mean, self.plan.spans)}
         return self._views[pointer]
+
+
+class SumsInto:
+    """Collective operations of `comm`, whose sums that fit go into the memory `out`."""
+
+    def __init__(self, comm: CollectiveVerbs, out: Tensor) -> None:
+        self._comm, self._out = comm, out
+        self.rank, self.size = comm.rank, comm.size
+        self.gather, self.exchange, self.now = comm.gather, comm.exchange, comm.now
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._comm.bytes_sent
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Any:
+        fits = (x.numel(), dtype or x.dtype) == (self._out.numel(), self._out.dtype)
+        return self._comm.sum(x, dtype, self._out if fits and out is None else out)

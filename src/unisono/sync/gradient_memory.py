@@ -23,7 +23,17 @@ class GradientMemory:
     """Writes means of the same buckets into ``parameter.grad``, round after round."""
 
     def __init__(self) -> None:
-        self._buckets: list[_Flat] = []
+        self._buckets: dict[str, _Flat] = {}  # by the name of the first parameter
+
+    def take(self, plan: BucketPlan, more: int) -> Tensor:
+        """Memory for the mean of the bucket `plan` and `more` numbers, to which no gradient of a user's refers."""
+        return self._of(plan).take(more)
+
+    def _of(self, plan: BucketPlan) -> _Flat:
+        first = plan.spans[0].name if plan.spans else ""
+        if first not in self._buckets:
+            self._buckets[first] = _Flat(plan)
+        return self._buckets[first]
 
     def write(
         self, means: RoundMeans, scale: float, parameters: Mapping[str, nn.Parameter], sparse: Collection[str]
@@ -33,10 +43,9 @@ class GradientMemory:
         Args:
             sparse: names of the parameters that get a sparse gradient.
         """
-        self._buckets = self._buckets or [_Flat(plan) for plan in means.plans]
         unused = means.unused
-        for bucket, mean in zip(self._buckets, means.flats()):
-            for span, part in zip(bucket.plan.spans, bucket.parts(mean, scale, parameters)):
+        for plan, mean in zip(means.plans, means.flats()):
+            for span, part in zip(plan.spans, self._of(plan).parts(mean, scale, parameters)):
                 if span.name in unused:
                     continue
                 parameter = parameters[span.name]
@@ -52,17 +61,28 @@ class _Flat:
         self._views: list[Tensor] = []
         self._flat = torch.empty(0)
 
+    def take(self, more: int) -> Tensor:
+        """This memory, or other memory, if a user still refers to it."""
+        plan = self.plan
+        if not self._views or self._is_shared() or self._flat.numel() != plan.numel + more:
+            self._flat = torch.empty(plan.numel + more, dtype=plan.dtype, device=plan.device)
+            self._views = [_without_base(view) for view in views(self._flat, plan.spans)]
+        return self._flat
+
     def parts(self, mean: Tensor, scale: float, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
         """``scale * mean``, one tensor per parameter: in this memory, unless a ``grad`` is there, to which it is added.
 
-        Memory that a user still refers to is not used again.
+        Args:
+            mean: in the memory that was taken last, or elsewhere.
         """
         if any(parameters[span.name].grad is not None for span in self.plan.spans):
             return views(mean.mul(scale), self.plan.spans)
-        if not self._views or self._is_shared():
-            self._flat = torch.empty_like(mean)
-            self._views = [_without_base(view) for view in views(self._flat, self.plan.spans)]
-        torch.mul(mean, scale, out=self._flat) if scale != 1.0 else self._flat.copy_(mean)
+        inside = mean.data_ptr() == self._flat.data_ptr()
+        target = mean if inside else self.take(0)
+        if scale != 1.0:
+            torch.mul(mean, scale, out=target)
+        elif not inside:
+            target.copy_(mean)
         return self._views
 
     def _is_shared(self) -> bool:

@@ -187,6 +187,7 @@ class Loop:
         sparse: the names of the parameters whose optimizer needs sparse gradients.
         elastic: whether workers may join and leave during the run. If so, all workers synchronize from time to time,
             even if work is leased.
+        visible: gradients are taken by `PendingUpdate.write`.
     """
 
     optimizer: Optimizer
@@ -196,6 +197,7 @@ class Loop:
     sparse: frozenset[str] = frozenset()
     elastic: bool = False
     reference: float | None = None
+    visible: bool = False
 
 
 class Synchronizer(Protocol):

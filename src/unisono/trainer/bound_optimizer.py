@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,7 +20,8 @@ class BoundOptimizer:
 
     Args:
         step: called with this and the closure, in place of the optimizer's step.
-        before_zero_grad, after_new_group: called before gradients are set to zero, and after a group was added.
+        before_zero_grad, before_new_group: called before gradients are set to zero, and before a group is added.
+        after_new_group: called after a group was added.
 
     Attributes:
         optimizer: the user's.
@@ -34,6 +36,7 @@ class BoundOptimizer:
         optimizer: Optimizer,
         step: Callable[[BoundOptimizer, Closure], Any],
         before_zero_grad: Callable[[BoundOptimizer], None],
+        before_new_group: Callable[[BoundOptimizer], None],
         after_new_group: Callable[[], None],
     ) -> None:
         self.optimizer, self.take = optimizer, optimizer.step
@@ -51,6 +54,7 @@ class BoundOptimizer:
             zero_grad(set_to_none=set_to_none)
 
         def replaced_add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
+            before_new_group(self)
             add_param_group(param_group)
             after_new_group()
 
@@ -72,6 +76,13 @@ class BoundOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of its groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def zero_gradients(self) -> None:
+        """Set the gradient of each of its trained parameters to zero, where there is none."""
+        untrained = {id(p) for p in self.untrained}
+        for parameter in self.parameters:
+            if parameter.grad is None and id(parameter) not in untrained:
+                parameter.grad = torch.zeros_like(parameter)
 
     def restore(self) -> None:
         """Give the optimizer its own methods back."""

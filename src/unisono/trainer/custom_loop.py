@@ -5,7 +5,7 @@ Gradients are exchanged in the backward passes that the user's loop runs, and `o
 worker's last micro-batch does.
 
 The loss of a worker is noticed in calls that the loop makes. Where the run can recover, they raise nothing: the step is
-void, all gradients are None, and the view ends before the next step.
+void, all gradients are zero, and the view ends before the next step.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class CustomLoop:
         self._shape: LoopShape | None = None
         self._first_forward: list[RemovableHandle] = []
         self._thaw_hooks: list[RemovableHandle] = []
+        self._frozen: list[nn.Parameter] = []
         self._flags: Communicator | None = None  # where workers may run out of data at different times
         any_step().add(self._before_any_step)
         self._drift = DriftCheck(0, 1)
@@ -90,6 +91,7 @@ class CustomLoop:
         self._had_data = 0  # a rank that was among the last to have data
         self._known = WeakTensorKeyDictionary()  # of tensors that all workers have alike; only its keys count
         self._inputs: SameInputs | None = None  # the data that a loop reads may be the same on all workers by mistake
+        self._changes_early = True  # whether a step may change weights before its last exchange; yes, until one ends
         self._begin_item()
         self._task: int | None = None  # the backward pass that runs, by autograd's number, and whether it exchanges
         self._exchanging = False
@@ -114,7 +116,8 @@ class CustomLoop:
             local = LocalModel.whole(module)
             self.models.add([LoopModel(local, {}, own, options, self.exchanges, self.on_gradient)])
         self.optimizers += [
-            BoundOptimizer(optimizer, self.step, self.check_zero_grad, self.find_parameters) for optimizer in optimizers
+            BoundOptimizer(optimizer, self.step, self.check_zero_grad, self.check_new_group, self.find_parameters)
+            for optimizer in optimizers
         ]
         self.find_parameters()
         if new and not known and self.group.size > 1:
@@ -162,8 +165,11 @@ class CustomLoop:
         self.state.extra.replace_optimizer(every)
         return whole
 
-    def find_parameters(self) -> None:
+    def find_parameters(self, *, anew: bool = False) -> None:
         """Collective if there are any: train parameters that were added to a model, or unfrozen.
+
+        Args:
+            anew: parameters that were frozen again are not trained any more, where the synchronizer allows it.
 
         Raises:
             InvalidInput: an optimizer has parameters of none of the models, or the synchronizer cannot take new ones.
@@ -174,7 +180,8 @@ class CustomLoop:
                 name: p for name, p in model.local.model.named_parameters() if p.requires_grad and id(p) not in owned
             }
             owned |= {id(p) for p in trained.values()}
-            if any(model.parameters.get(name) is not p for name, p in trained.items()):
+            fewer = anew and isinstance(self._options.sync, AllReduce) and len(trained) < len(model.parameters)
+            if fewer or any(model.parameters.get(name) is not p for name, p in trained.items()):
                 self._share_new(weights_of(model.local.model))
                 if model.parameters and not isinstance(self._options.sync, AllReduce):
                     raise InvalidInput(
@@ -200,27 +207,33 @@ class CustomLoop:
         self._known.update(dict.fromkeys(tensors.values()))
 
     def _watch_frozen(self) -> None:
-        """Look for parameters that are unfrozen later, before each forward pass of a module that has frozen ones."""
+        """Look for parameters that are unfrozen later, before each forward pass of a model or module that has frozen
+        ones: of the model, since those of its modules that are called before may write buffers."""
         for hook in self._thaw_hooks:
             hook.remove()
-        frozen = [p for model in self.models for p in model.local.model.parameters() if not p.requires_grad]
+        self._frozen = [p for model in self.models for p in model.local.model.parameters() if not p.requires_grad]
         owners = [
             module
             for model in self.models
             for module in model.local.model.modules()
-            if any(not p.requires_grad for p in module.parameters(recurse=False))
+            if any(not p.requires_grad for p in module.parameters(recurse=module is model.local.model))
         ]
+        self._thaw_hooks = before_forward(owners, self._find_unfrozen)
 
-        def look() -> None:
-            if any(p.requires_grad for p in frozen) and not torch.compiler.is_compiling():
-                self.find_parameters()
-
-        self._thaw_hooks = before_forward(owners, look)
+    def _find_unfrozen(self) -> None:
+        """Collective if there are any: train the parameters that were unfrozen since they were last looked for."""
+        if any(p.requires_grad for p in self._frozen) and not torch.compiler.is_compiling():
+            self._in_step(self.find_parameters)
 
     @property
     def begun(self) -> bool:
         """Whether training has begun."""
         return self.planned or self.models.bound or self.state.progress.steps > 0
+
+    @property
+    def leases_steps(self) -> bool:
+        """Whether each worker takes as many steps as it can now."""
+        return self._leasing
 
     @property
     def _alone(self) -> bool:
@@ -233,13 +246,18 @@ class CustomLoop:
         if self._shape is None:  # a worker alone, or training has not begun
             return
         trained = self._names
-        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = [p for p in parameters if id(p) in trained]
+        if mine:
             self._drift.before_step(optimizer, trained)
         if any(optimizer is each.optimizer for each in self.optimizers):
             return
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        within = {id(p) for model in self.models for p in model.local.model.parameters()}
-        if mine & within - trained.keys() or (mine & trained.keys() and not isinstance(self._options.sync, AllReduce)):
+        wrong = any(p.grad is not None for p in mine) and not isinstance(self._options.sync, AllReduce)
+        if len(mine) < len(parameters):
+            within = {id(p) for model in self.models for p in model.local.model.parameters()}
+            others = (p for p in parameters if id(p) not in trained and p.grad is not None)
+            wrong = wrong or any(id(p) in within for p in others)
+        if wrong:
             raise UnisonoError(
                 f"an optimizer ({type(optimizer).__name__}) steps parameters of a bound model that are not bound: call "
                 "model, optimizer = world.bind(model, optimizer) when you make it"
@@ -275,8 +293,9 @@ class CustomLoop:
     def join_view(self, session: Session, attempt: Attempt) -> None:
         """Collective: connect to the members of the view, and receive the state from which the view starts."""
         if session.elastic:
-            self._take_snapshots(self.state.progress.steps == 0)
+            self._take_snapshots()
         self.views.join(session, attempt)
+        self.find_parameters(anew=True)  # all members train the same, whatever they did in a step that was void
         self._bind(*self._plan)
         self._begin_item()
 
@@ -414,6 +433,7 @@ class CustomLoop:
         if not self._given:
             raise UnisonoError("the data of a step was asked for after the step had ended")
         self._in_step(self._end_pass)
+        self._find_unfrozen()
         self._entered, self._last, self._pass_weight = True, False, 0.0
 
     def begin_micro_batch(self, m: int, weight: float, last: bool) -> None:
@@ -484,13 +504,14 @@ class CustomLoop:
     def _begin_item(self) -> None:
         """Between two steps: nothing of the next one is given out, computed or taken; no worker was lost in it."""
         self._given = self._entered = self._last = self._stepped = self._void = False
-        self._unfolded = self._changed = False  # buffers are to be folded; an optimizer has stepped
+        self._unfolded = self._changed = False  # buffers are to be folded; weights have changed
+        self._evaluates = False  # an optimizer has been given a closure
         self._rounds, self._pass_weight = 0, 0.0
         self._words: list[float] | None = None
 
     def _count_step(self) -> None:
         """The step of a plan has ended: count it, unless it is void, and act on the control words."""
-        void, words, rounds = self._void, self._words, self._rounds
+        void, words, rounds, evaluates = self._void, self._words, self._rounds, self._evaluates
         if void and self._changed and self.state.snapshot is None:
             raise UnisonoError(
                 "a worker was lost in a step in which an optimizer had stepped already, and steps before had only one "
@@ -506,7 +527,8 @@ class CustomLoop:
         self._count()
         if not self.group.recovers:
             return
-        self._take_snapshots(rounds > 1)
+        self._changes_early = evaluates or rounds > 1
+        self._take_snapshots()
         if self.views.lost:
             self.state.commit()
         elif words is not None:
@@ -514,10 +536,10 @@ class CustomLoop:
         elif not self.state.local_steps:
             self.views.unless_lost(lambda: self.views.commit(self.models))
 
-    def _take_snapshots(self, wanted: bool) -> None:
+    def _take_snapshots(self) -> None:
         """Keep the state of the last commit, if a step may change the state before a worker is lost in it."""
         if not self.state.local_steps:
-            self.state.take_snapshots(wanted or len(self.optimizers) > 1)
+            self.state.take_snapshots(self._changes_early or len(self.optimizers) > 1)
 
     def _count(self) -> None:
         self.state.set_steps(self.state.progress.steps + 1)
@@ -593,7 +615,7 @@ class CustomLoop:
         return self._drift.control_word() + self.views.control_word() + inputs
 
     def _in_step(self, call: Callable[[], T]) -> T | None:
-        """``call()``; if a worker was lost, the step is void: it has no gradients, and None is returned."""
+        """``call()``; if a worker was lost, the step is void: its gradients are zero, and None is returned."""
         if self._void:
             return None
         result = self.views.unless_lost(call)
@@ -601,6 +623,8 @@ class CustomLoop:
             self._void = True
             for model in self.models:
                 model.clear_gradients()
+            for optimizer in self.optimizers:
+                optimizer.zero_gradients()
         return result
 
     # ---- the optimizer's step ----
@@ -611,8 +635,8 @@ class CustomLoop:
             self._start()
         elif not self._given:
             raise UnisonoError("optimizer.step() was called outside of the loop over world.steps")
-        elif not self._last:
-            raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
+        elif closure is None:
+            self._check_computed()
         self._pass, self._stepped = 0, True
         if self._shape is None:
             result = self._plain_step(optimizer, closure)
@@ -624,6 +648,11 @@ class CustomLoop:
         if not self.planned:
             self._count()
         return result if closure is not None else not self._void
+
+    def _check_computed(self) -> None:
+        """Raise `UnisonoError` unless this worker has computed its part of the mean gradient."""
+        if self.planned and not self._last:
+            raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
 
     def _plain_step(self, optimizer: BoundOptimizer, closure: Closure) -> Any:
         if self._options.clip is not None and closure is None:
@@ -639,8 +668,12 @@ class CustomLoop:
         models = optimizer.models
         local = next((model for model in models if not model.sync.gradients_only), None)
         if closure is not None and local is None:
-            return self._plain_step(optimizer, self._with_mean_loss(closure))
+            loss = self._plain_step(optimizer, self._with_mean_loss(closure))
+            for model in models:
+                model.take_step(lambda: None)
+            return loss
         loss = self._local_loss(optimizer.optimizer, closure) if closure is not None else None
+        self._check_computed()
         for model in models:
             if model.rounds == optimizer.rounds.get(model, 0):
                 model.check_gradients()
@@ -668,17 +701,21 @@ class CustomLoop:
         """`closure`, with the mean of its losses over all workers, so that all of them decide alike."""
 
         def mean_loss() -> Any:
+            self._changed |= self._evaluates  # before any evaluation but the first, weights may change
+            self._evaluates = True
             with torch.enable_grad():
                 loss = closure()
+            self._check_computed()
             if loss is None:
                 return None
+            loss = loss.detach() if isinstance(loss, Tensor) else loss
             weight = self._pass_weight if self.planned else 1.0
             mine = torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
             sums = self.views.unless_lost(lambda: self.group.metrics.gather(mine).wait())
             if sums is None:
                 return loss
             mean = math.fsum(sums[:, 0].tolist()) / math.fsum(sums[:, 1].tolist())
-            return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
+            return loss.new_tensor(mean) if isinstance(loss, Tensor) else mean
 
         return mean_loss
 
@@ -699,6 +736,14 @@ class CustomLoop:
                 "optimizer.zero_grad() between the micro-batches of a step would discard gradients of those before: "
                 "call it before the first micro-batch, or after optimizer.step()"
             )
+
+    def check_new_group(self, optimizer: BoundOptimizer) -> None:
+        """Raise `InvalidInput` if `optimizer` cannot get a group of parameters now."""
+        if self.group.recovers:
+            raise InvalidInput(
+                "add_param_group", type(optimizer.optimizer).__name__, "a worker that joins this loop would lack the "
+                "group, and a step that is repeated would add it again", "give the optimizer all parameters before "
+                "world.steps, and freeze until then those that are trained later")  # fmt: skip
 
     # ---- between two steps ----
 

@@ -144,12 +144,13 @@ class LoopModel:
         Residuals of error feedback begin anew.
         """
         bound = self.bound
-        self.release()
+        self._arrivals.release()
         self.local, self.parameters = LocalModel.whole(self.local.model), dict(parameters)
         self._arrivals = GradientArrivals(self.parameters, self._exchanges, self._arrived)
         if bound:
-            pass_ = self._micro_batch, self._weight
+            pass_, buffers = (self._micro_batch, self._weight), self._buffers
             self.bind(self._comm, self._shape)
+            buffers.close()  # only now: if a worker is lost in `bind`, the step is void, and its buffers are undone
             self.begin_micro_batch(*pass_)
         else:
             self.attach()
@@ -179,7 +180,7 @@ class LoopModel:
             return LocalGradients(self.parameters)  # with no other worker and nothing to round
         loop = Loop(
             self._optimizer, shape.micro_batches, 2 * shape.micro_batches + shape.control_width, options.overlap,
-            self.local.sparse, shape.group_may_grow, shape.reference_weight)  # fmt: skip
+            self.local.sparse, shape.group_may_grow, shape.reference_weight, visible=True)  # fmt: skip
         compress = options.compress.for_sums_of(shape.micro_batches)
         bound = options.sync.bind(self.parameters, comm.channel("gradients"), compress, loop)
         if bound.optimizer_on_server:

@@ -169,7 +169,7 @@ def optimizer_lookahead(env: Environment) -> Numbers:
 # ---- closures
 
 
-@case(own=EITHER, steps=EITHER, why="step(closure) may be refused")
+@case()
 def closure_sgd(env: Environment) -> Numbers:
     """`step(closure)` of an optimizer that calls it once."""
     model = net()
@@ -177,7 +177,7 @@ def closure_sgd(env: Environment) -> Numbers:
     return _by_closure(env, model, optimizer)
 
 
-@case(own=EITHER, steps=EITHER, why="step(closure) may be refused")
+@case()
 def closure_lbfgs(env: Environment) -> Numbers:
     """L-BFGS calls its closure several times in each step."""
     model = net()
@@ -187,7 +187,7 @@ def closure_lbfgs(env: Environment) -> Numbers:
     return weights(model)
 
 
-@case(own=EITHER, steps=EITHER, why="step(closure) may be refused")
+@case()
 def closure_lbfgs_with_line_search(env: Environment) -> Numbers:
     """A line search compares losses, so the closure returns the mean loss of all workers."""
     model = net()
@@ -625,7 +625,7 @@ def grad_scaler(env: Environment) -> Numbers:
     return numbers(model, optimizer, scale=scaler.get_scale())
 
 
-@case(steps=EITHER, why="a step that the scaler leaves out ends no step of world.steps")
+@case()
 def grad_scaler_leaves_a_step_out(env: Environment) -> Numbers:
     """One sample has no finite loss: the scaler leaves the step out on all workers, and scales less."""
     model = net()

@@ -4,7 +4,8 @@
 for the sum of an allocated tensor, in which each worker adds one slice of all buffers into a result that all read. A
 worker may write its buffer again when all ranks are done with the sum's round. The result stays readable although a
 peer may be ahead: the peer writes into it only when all ranks, this worker too, have posted a later sum of the same
-tensor, and starting that sum ends the validity of the result.
+tensor, and starting that sum ends the validity of the result. Where each worker wants the result in memory of its own,
+a few workers add up whole buffers instead of slices: that reads less than a slice and then the result.
 
 All other operations use mailboxes, of two halves per worker. A half is written again two rounds later, when all ranks
 are done with the round that used it. A slot of the ring of headers is also written again once all ranks are done with
@@ -61,13 +62,12 @@ class SharedMemory(RoundQueue):
         self._allocations.append(memory)
         return memory[self.rank * stride :][:nbytes].view(dtype)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Operation[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Operation[Tensor]:
         to = dtype or x.dtype
         part = self._slice_of(x, to)
-        header = self._header("sum", x.numel(), x.dtype, offset=part.offset if part else -1, to=to)
-        return self._enqueue(
-            "sum", self._sum_in_place(header, x, part) if part else self._sum_by_mail(header, x.detach(), to)
-        )
+        header = self._header("sum", x.numel(), x.dtype, offset=part.place(out) if part else -1, to=to)
+        steps = self._sum_in_place(header, x, part, out) if part else self._sum_by_mail(header, x.detach(), to, out)
+        return self._enqueue("sum", steps)
 
     def gather(self, x: Tensor) -> Operation[Tensor]:
         return self._enqueue("gather", self._gather(self._header("gather", x.numel(), x.dtype), x.detach()))
@@ -116,17 +116,18 @@ class SharedMemory(RoundQueue):
 
     # The rounds of each operation.
 
-    def _sum_in_place(self, header: bytes, x: Tensor, part: BufferSlice) -> Steps[Tensor]:
+    def _sum_in_place(self, header: bytes, x: Tensor, part: BufferSlice, out: Tensor | None) -> Steps[Tensor]:
         number = self._round + 1
         yield from self._until(self._done, number - RING, released=False)
         self._post(number, header)
         yield from self._until_posted(number, released=True)
         self._check(number, header)
-        part.add_up()
+        part.add_up(out)
         self._finish(number)
         yield from self._until(self._done, number, released=True)
-        self._channels.bytes_sent += part.bytes_read
-        return part.result if x.dim() == 1 else part.result.view(x.shape)
+        self._channels.bytes_sent += part.bytes_read(out)
+        result = part.result(out)
+        return result if x.dim() == 1 else result.view(x.shape)
 
     def _in_mail_rounds(
         self,
@@ -147,7 +148,7 @@ class SharedMemory(RoundQueue):
             drain(i, number)
             self._finish(number)
 
-    def _sum_by_mail(self, header: bytes, x: Tensor, dtype: torch.dtype) -> Steps[Tensor]:
+    def _sum_by_mail(self, header: bytes, x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Steps[Tensor]:
         """Sum through mailboxes: every rank adds all inputs, with one wait; to add one slice each would take two."""
         whole = x.to(torch.float32) if _is_narrow(x.dtype) else x
         flat = whole.reshape(-1)
@@ -167,7 +168,8 @@ class SharedMemory(RoundQueue):
 
         yield from self._in_mail_rounds(header, len(chunks), fill, drain)
         self._channels.bytes_sent += (self.size - 1) * flat.nbytes
-        return flat.view(x.shape).to(x.dtype).to(dtype)
+        summed = flat.to(x.dtype)
+        return (summed.to(dtype) if out is None else out.copy_(summed)).view(x.shape)
 
     def _gather(self, header: bytes, x: Tensor) -> Steps[Tensor]:
         rows = torch.empty((self.size, *x.shape), dtype=x.dtype)

@@ -15,6 +15,7 @@ HALF_BYTES = 1 << 20
 RING = 64
 """The number of rounds by which a worker may be ahead of its peers."""
 _BLOCK = 1 << 16  # elements that are added and converted before the next ones, so that their sum stays in the cache
+_ADD_WHOLE = 2  # workers; more of them read less if each adds a slice
 _LINE_WORDS = 8
 _LINE_BYTES = 64
 
@@ -69,23 +70,49 @@ class BufferSlice:
         step = -(-numel // (size * line)) * line
         low, high = min(rank * step, numel), min((rank + 1) * step, numel)
         parts, target = [buffer[low:high] for buffer in buffers], result[low:high]
-        if result.dtype == buffers[0].dtype:
-            self._blocks = [(parts, target, target)]
-        else:
-            sums = torch.empty_like(parts[0][:_BLOCK])
-            buffer_blocks = zip(*(part.split(_BLOCK) for part in parts), strict=True)
-            blocks = zip(buffer_blocks, target.split(_BLOCK), strict=True)
-            self._blocks = [(list(added), sums[: to.numel()], to) for added, to in blocks]
-        self.result, self.offset = result, offset
+        self._buffers, self._blocks = buffers, _blocks(parts, target)
+        self._result, self._offset, self._few = result, offset, size <= _ADD_WHOLE
         # Peers read this worker's buffer except for the slice that this worker adds, and each of them reads that slice
         # of the result.
-        self.bytes_read = (numel - (high - low)) * result.element_size() + (size - 1) * (high - low) * width
+        self._bytes_read = (numel - (high - low)) * result.element_size() + (size - 1) * (high - low) * width
 
-    def add_up(self) -> None:
-        """Add the buffers in the order of ranks, in their dtype, and convert the sums to the dtype of the result."""
-        for (first, second, *others), total, target in self._blocks:
-            torch.add(first, second, out=total)
-            for other in others:
-                total.add_(other)
-            if total is not target:
-                target.copy_(total)
+    def place(self, out: Tensor | None) -> int:
+        """A number that is the same on all workers that take part in a sum into `out` in the same way."""
+        return self._offset if out is None else -2 - self._offset
+
+    def add_up(self, out: Tensor | None) -> None:
+        """Add the buffers in the order of ranks, in their dtype, and convert the sums to the dtype of the result.
+
+        A few workers add the whole buffers into `out`, if that is given; else each adds its slice.
+        """
+        _add_up(_blocks(self._buffers, out) if out is not None and self._few else self._blocks)
+
+    def result(self, out: Tensor | None) -> Tensor:
+        """The sum, once all workers have added up."""
+        return self._result if out is None else out if self._few else out.copy_(self._result)
+
+    def bytes_read(self, out: Tensor | None) -> int:
+        """The bytes that peers read of this worker's."""
+        others = len(self._buffers) - 1
+        return others * self._buffers[0].nbytes if out is not None and self._few else self._bytes_read
+
+
+_Block = tuple[Sequence[Tensor], Tensor, Tensor]
+"""Tensors that are added, the memory for their sum, and where it goes."""
+
+
+def _blocks(parts: Sequence[Tensor], target: Tensor) -> list[_Block]:
+    if target.dtype == parts[0].dtype:
+        return [(parts, target, target)]
+    sums = torch.empty_like(parts[0][:_BLOCK])
+    blocks = zip(zip(*(part.split(_BLOCK) for part in parts), strict=True), target.split(_BLOCK), strict=True)
+    return [(added, sums[: to.numel()], to) for added, to in blocks]
+
+
+def _add_up(blocks: Sequence[_Block]) -> None:
+    for (first, second, *others), total, target in blocks:
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        if total is not target:
+            target.copy_(total)

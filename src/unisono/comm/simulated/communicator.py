@@ -284,6 +284,7 @@ class _PendingVerb(VirtualWork, Generic[T]):
     """One worker's part in a collective: the worker's inputs, and the `Work` that the worker has received."""
 
     result: Callable[[], T]
+    out: Tensor | None = None
 
     def __init__(
         self,
@@ -330,8 +331,11 @@ class _PendingVerb(VirtualWork, Generic[T]):
         """See `Work.wait`. Moves the clock to the finish time if that is later."""
         self.wait_until_finished()
         if not self._value:
-            self._value.append(self.result())
+            self._value.append(self._delivered(self.result()))
         return self._value[0]
+
+    def _delivered(self, value: Any) -> Any:
+        return value if self.out is None else self.out.copy_(value.reshape(-1)).view(value.shape)
 
 
 class _Collective(dict[int, _PendingVerb[Any]]):
@@ -361,9 +365,11 @@ class Simulated:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _PendingVerb[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> _PendingVerb[Tensor]:
         """See `Communicator.sum`. Overwrites `x` with NaN or the largest integer: no caller may rely on its content."""
-        return self._start("sum", x, to=dtype)
+        part = self._start("sum", x, to=dtype)
+        part.out = out
+        return part
 
     def gather(self, x: Tensor) -> _PendingVerb[Tensor]:
         return self._start("gather", x)

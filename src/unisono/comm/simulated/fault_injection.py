@@ -78,9 +78,9 @@ class Faulty:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.comm.allocate(numel, dtype)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Work[Tensor]:
         self._inject("sum")
-        return self.comm.sum(x, dtype)
+        return self.comm.sum(x, dtype, out)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
         self._inject("gather")

@@ -83,7 +83,7 @@ class TorchGroup(OperationQueue):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Operation[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Operation[Tensor]:
         def payload() -> Steps[Tensor]:
             flat = x.detach().reshape(-1)
             wide = flat if self._can_add(x) else flat.to(_wider(x.dtype))
@@ -93,7 +93,7 @@ class TorchGroup(OperationQueue):
                 yield from self._transfer("sum", wide, lambda group: group.allreduce([wide], options))
                 # In a ring, each worker sends the tensor twice, both times without one of its `size` parts.
                 self._channels.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
-            return wide.to(x.dtype).to(dtype or x.dtype).view(x.shape)
+            return (wide.to(x.dtype).to(dtype or x.dtype) if out is None else out.copy_(wide.to(x.dtype))).view(x.shape)
 
         return self._start(payload, "sum", x.numel(), x.dtype, to=dtype)
 
