@@ -10,8 +10,9 @@ import copy
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -23,11 +24,10 @@ from unisono.errors import CommunicationError
 from unisono.horovod.errors import HorovodInternalError, InvalidArgument, failure
 from unisono.sync import AllReduce
 from unisono.sync.bucket_reduction import BucketedReduction
-from unisono.sync.buckets import plan_buckets
+from unisono.sync.buckets import BucketPlan, plan_buckets
 
 T = TypeVar("T")
 Sums = Mapping[str, Tensor | None]
-_SIZES = AllReduce()
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,28 @@ class FixedPlan:
     """What one optimizer wants to exchange.
 
     Args:
-        parameters: by name, in the order that all workers need to share.
-        compress: of a sum over all workers.
-        weight: of each worker's gradient in that sum.
+        buckets: the same on all workers that can exchange.
+        weight: of each worker's gradient in the sum.
     """
 
-    parameters: Mapping[str, nn.Parameter]
-    compress: Compressor
+    buckets: Sequence[BucketPlan]
     weight: float
 
-    @property
-    def name(self) -> str:
-        """The same on all workers, also where their orders differ."""
-        return min(self.parameters)
+    @staticmethod
+    def of(parameters: Mapping[str, nn.Parameter], compress: Compressor, weight: float) -> FixedPlan:
+        """That of gradients of `parameters`, by name, of which sums are compressed."""
+        sizes = AllReduce()
+        return FixedPlan(plan_buckets(parameters, compress, sizes.bucket_bytes, sizes.first_bytes), weight)
 
-    @property
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Those of the parameters."""
+        return frozenset(span.name for bucket in self.buckets for span in bucket.spans)
+
+    @cached_property
     def digest(self) -> int:
-        """That of the weight and the buckets: of names, shapes, memory formats, dtypes and compressors."""
-        plans = plan_buckets(self.parameters, self.compress, _SIZES.bucket_bytes, _SIZES.first_bytes)
-        return int.from_bytes(blake2b(repr((self.weight, plans)).encode(), digest_size=7).digest())
+        """Of the weight, and of names, shapes, memory formats, dtypes and compressors in their order."""
+        return int.from_bytes(blake2b(repr(self).encode(), digest_size=7).digest())
 
 
 class FixedExchange:
@@ -63,16 +66,14 @@ class FixedExchange:
         comm: a channel of its own.
 
     Attributes:
-        digest: of the plan.
+        plan: of its buckets.
         began: when the last round began, in seconds of `time.time`.
         joined: whether all workers had joined in the last round.
     """
 
     def __init__(self, plan: FixedPlan, comm: Communicator) -> None:
-        self._comm, self._weight, self._names = comm, plan.weight, frozenset(plan.parameters)
-        self.digest = plan.digest
-        self._reduction = BucketedReduction(plan.parameters, comm, plan.compress, bucket_bytes=_SIZES.bucket_bytes,
-                                            first_bytes=_SIZES.first_bytes, control=comm.size)  # fmt: skip
+        self._comm, self.plan = comm, plan
+        self._reduction = BucketedReduction(plan.buckets, comm, control=comm.size)
         self._open, self._offered = False, set[str]()
         self._user: Callable[[], object | None] = _nobody
         self._failure: HorovodInternalError | None = None
@@ -120,14 +121,14 @@ class FixedExchange:
 
     def _check_user(self, user: object) -> None:
         if self._open and self._user() not in (user, None):
-            raise InvalidArgument("named_parameters", min(self._names), "an optimizer with the same names has "
+            raise InvalidArgument("named_parameters", min(self.plan.names), "an optimizer with the same names has "
                                   "gradients in flight", "take its step first, or choose other names")  # fmt: skip
 
     def _add(self, user: object, name: str, gradient: Tensor) -> None:
         self._begin(user)
-        self._reduction.add(name, gradient.detach(), self._weight)
+        self._reduction.add(name, gradient.detach(), self.plan.weight)
         self._offered.add(name)
-        if len(self._offered) == len(self._names):
+        if len(self._offered) == len(self.plan.names):
             self._reduction.launch()
 
     def _finish(self, user: object) -> Sums:
@@ -197,15 +198,16 @@ class FixedExchanges:
     def comparison(self, user: object, until: FixedExchange | None, plan: FixedPlan) -> tuple[str, tuple[int, ...]]:
         """The name and the numbers of a request by which `user`, which uses `until` meanwhile, compares `plan`."""
         digest = plan.digest
-        self._uses[user] = (digest, until.digest) if until else (digest,)
+        self._uses[user] = (digest, until.plan.digest) if until else (digest,)
         used = {each for digests in self._uses.values() for each in digests}
         unused = (each for each in list(self._exchanges) if each not in used)
-        self._comparisons[plan.name] += 1
-        return f"{self._comparisons[plan.name]}.{plan.name}", (digest, *unused)
+        first = min(plan.names)  # the same on all workers, also where their orders differ
+        self._comparisons[first] += 1
+        return f"{self._comparisons[first]}.{first}", (digest, *unused)
 
     def use(self, user: object, exchange: FixedExchange) -> None:
         """`user` uses `exchange`, and no other one any more."""
-        self._uses[user] = (exchange.digest,)
+        self._uses[user] = (exchange.plan.digest,)
 
     def opened(self, plan: FixedPlan, outputs: Collection[Tensor]) -> FixedExchange | None:
         """Collective, in the executing thread: the exchange for `plan`; None where not all workers want the same.

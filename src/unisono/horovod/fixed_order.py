@@ -47,7 +47,7 @@ class FixedOrder:
         self._exchanged: dict[Tensor, str] = {}  # the parameters that are part of it
         self._dense: set[Tensor] = set()  # those that could be
         self._negotiated: list[Tensor] = []  # in this step
-        self._comparing: tuple[Handle, FixedPlan] | None = None
+        self._comparing: Handle | None = None
         self._steps = 0
 
     def begin(self) -> None:
@@ -63,10 +63,10 @@ class FixedOrder:
             return  # on GPUs, NCCL wants the operations of all channels in one order
         if own.fixed.joins != self._joins:
             self._joins, self._steps = own.fixed.joins, 0
-        if self._steps and self._comparing is None and self._dense != self._exchanged.keys():
+        if self._steps and self._comparing is None and self._dense and self._dense != self._exchanged.keys():
             parameters = {name: cast(nn.Parameter, p) for p, name in self._names.items() if p in self._dense}
-            plan = FixedPlan(parameters, self._compress.for_sums_of(own.size), self._how.weight(own.size))
-            self._comparing = own.compare(self, self._exchange, plan), plan
+            plan = FixedPlan.of(parameters, self._compress.for_sums_of(own.size), self._how.weight(own.size))
+            self._comparing = own.compare(self, self._exchange, plan)
 
     def offer(self, parameter: Tensor) -> bool:
         """Exchange the gradient of `parameter`, if it is a part; returns whether it is.
@@ -118,10 +118,10 @@ class FixedOrder:
         self._negotiated.clear()
         self._steps += 1
         if self._comparing is not None and self._exchanges is not None:
-            (handle, plan), self._comparing = self._comparing, None
+            handle, self._comparing = self._comparing, None
             if (exchange := current().wait(handle)) is not None:
                 self._exchange = exchange
-                self._exchanged = {p: name for name, p in plan.parameters.items()}
+                self._exchanged = {p: name for p, name in self._names.items() if name in exchange.plan.names}
                 self._exchanges.use(self, exchange)
 
     def discard(self) -> None:
