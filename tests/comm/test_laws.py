@@ -144,3 +144,23 @@ def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(kind: str, verb
         if kind == "shared_memory":
             assert error.ranks == (size - 1,)
         assert [type(each) for each in later] == [PeerLost] * 5
+
+
+def outlast_a_deadline(comm: Communicator, directory: Path) -> float:
+    """Worker 1 starts only once worker 0 has polled in vain for many times the deadline."""
+    channel = comm.channel("slow")
+    channel._timeout_seconds = 0.01  # type: ignore[attr-defined]
+    comm.wait_without_deadline()
+    began = time.monotonic()
+    if comm.rank == 1:
+        assert within(DEADLINE_SECONDS, (directory / "late").exists)
+    work = channel.sum(torch.ones(1))
+    while comm.rank == 0 and time.monotonic() - began < 0.2:
+        assert not work.poll()
+    (directory / "late").touch()
+    return work.wait().item()
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_a_slow_peer_is_waited_for_without_a_deadline(kind: str, tmp_path: Path) -> None:
+    assert over(kind, 2, tmp_path, outlast_a_deadline, tmp_path) == [2.0, 2.0]

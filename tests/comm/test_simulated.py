@@ -329,6 +329,15 @@ def test_a_silent_peer_is_lost_after_the_deadline(polls):
     assert simulate(3, worker, timeout_seconds=10.0)[:2] == [((2,), 10.0)] * 2
 
 
+def test_a_slow_peer_is_waited_for_without_a_deadline():
+    def worker(comm):
+        comm.wait_without_deadline()
+        comm.compute(50.0 * comm.rank)
+        return comm.sum(torch.ones(1)).wait().item()
+
+    assert simulate(3, worker, timeout_seconds=10.0) == [3.0] * 3
+
+
 def test_bad_arguments_are_named():
     def worker(comm):
         for wrong in (

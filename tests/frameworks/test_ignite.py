@@ -24,6 +24,7 @@ from unisono import DistributedDataParallel, Exact
 from unisono.comm import outcomes, simulate
 from unisono.errors import PeerLost
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, EPOCHS = 6, 12, 2
 
 
@@ -241,7 +242,8 @@ LAUNCHERS: dict[str, Sequence[str]] = {
 def printed(at: Path, script: str, launcher: str, *words: str) -> str:
     (at / "script.py").write_text(script)
     line = [sys.executable, *LAUNCHERS[launcher], "script.py", *words]
-    done = subprocess.run(line, cwd=at, capture_output=True, text=True, timeout=150, check=False)
+    found = os.environ | {"PYTHONPATH": str(ROOT)}  # where the script's imports are
+    done = subprocess.run(line, cwd=at, env=found, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

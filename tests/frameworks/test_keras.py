@@ -28,6 +28,7 @@ from unisono.comm import outcomes, simulate
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
 from unisono.frameworks.keras import Distributed, shard
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS, BATCH, EPOCHS = 60, 12, 3
 Callbacks = Callable[[World | None], list[Any]]
 
@@ -801,7 +802,8 @@ world.close()
 def launched(at: Path, launcher: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
     (at / "script.py").write_text(SCRIPT)
     line = [sys.executable, "-m", *launcher, "script.py", *words]
-    return subprocess.run(line, cwd=at, capture_output=True, text=True, timeout=150, check=False)
+    found = os.environ | {"PYTHONPATH": str(ROOT)}  # where the script's imports are
+    return subprocess.run(line, cwd=at, env=found, capture_output=True, text=True, timeout=150, check=False)
 
 
 @pytest.mark.long

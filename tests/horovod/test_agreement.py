@@ -16,6 +16,7 @@ from unisono.horovod.requests import (
     ALLTOALL,
     BARRIER,
     BROADCAST,
+    FIX_ORDER,
     JOIN,
     REMOVE_SET,
     REQUESTS,
@@ -93,6 +94,19 @@ def test_a_worker_that_has_joined_is_not_waited_for() -> None:
     (last,) = agreement.submit(0, [join])
     assert last.result == 0
     assert names(agreement.submit(0, [SUM])) == []  # from now on all are waited for again
+
+
+def test_an_order_is_fixed_where_all_workers_want_the_same() -> None:
+    agreement, wanted = Agreement(2), Request("a", FIX_ORDER, numbers=(7,))
+    agreement.submit(1, [replace(wanted, numbers=(7, 1, 2))])
+    (same,) = agreement.submit(0, [wanted])
+    assert (same.result, same.parts, same.error) == (1, ((7,), (7, 1, 2)), "")
+    agreement.submit(1, [replace(wanted, numbers=(8,))])
+    (different,) = agreement.submit(0, [wanted])
+    assert (different.result, different.error) == (0, "")
+    agreement.submit(1, [Request("join", JOIN)])
+    (without_one,) = agreement.submit(0, [wanted])
+    assert (without_one.result, without_one.error) == (0, "")
 
 
 def test_process_sets_have_names_and_members_of_their_own() -> None:

@@ -101,6 +101,9 @@ class Communicator(Services, Protocol):
         """Collective: a duplicate of this communicator on two levels, if there are several hosts with several workers
         each; else None."""
 
+    def wait_without_deadline(self) -> None:
+        """From now on, operations on all channels wait for a peer for as long as it is not known to be lost."""
+
     def now(self) -> float:
         """Seconds on this communicator's clock."""
 

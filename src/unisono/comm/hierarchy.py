@@ -36,6 +36,12 @@ class Hierarchy:
         """Collective: a duplicate of both levels."""
         return Hierarchy(self.intra_node.channel(name), self.inter_node.channel(name) if self.inter_node else None)
 
+    def wait_without_deadline(self) -> None:
+        """See `Communicator.wait_without_deadline`."""
+        for part in (self.intra_node, self.inter_node):
+            if part:
+                part.wait_without_deadline()
+
     @property
     def bytes_sent(self) -> int:
         """Payload bytes sent by this worker on both levels."""
@@ -93,6 +99,10 @@ class SubCommunicator:
     def channel(self, name: str) -> SubCommunicator:
         """See `Communicator.channel`."""
         return SubCommunicator(self._comm.channel(name), self._ranks)
+
+    def wait_without_deadline(self) -> None:
+        """See `Communicator.wait_without_deadline`."""
+        self._comm.wait_without_deadline()
 
     def now(self) -> float:
         """See `Communicator.now`."""

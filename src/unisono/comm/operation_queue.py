@@ -89,6 +89,7 @@ class ChannelSet:
 
     Attributes:
         waiting: the channel in which the training thread waits at the moment; None if it does not wait.
+        has_deadline: whether a peer that does not answer within the deadline counts as lost.
     """
 
     queues: list[OperationQueue] = field(default_factory=list)
@@ -97,6 +98,7 @@ class ChannelSet:
     hierarchy: Hierarchy | None = None
     waiting: OperationQueue | None = None
     abort: Abort = field(default_factory=Abort)
+    has_deadline: bool = True
 
     @staticmethod
     def create(
@@ -147,6 +149,12 @@ class OperationQueue:
     def hierarchy(self, name: str) -> Hierarchy | None:
         return self._channels.hierarchy.channel(name) if self._channels.hierarchy else None
 
+    def wait_without_deadline(self) -> None:
+        """See `Communicator.wait_without_deadline`."""
+        self._channels.has_deadline = False
+        if self._channels.hierarchy:
+            self._channels.hierarchy.wait_without_deadline()
+
     def host(self, actor: Actor) -> list[ActorConnection]:
         """See `Services.host`. The actor runs in threads of its own."""
         return self._channels.actor_host.host(self._communicator(), actor)
@@ -172,7 +180,8 @@ class OperationQueue:
         if self._blocked_since is None:
             self._blocked_since = now
         lost = self._lost(now, self._queue[0])
-        if lost is None and now - self._blocked_since > self._timeout_seconds:
+        overdue = self._channels.has_deadline and now - self._blocked_since > self._timeout_seconds
+        if lost is None and overdue:
             lost = self._overdue(self._queue[0])
         if lost is not None and not self._advance_operations():
             self._fail(lost)

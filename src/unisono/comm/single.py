@@ -81,6 +81,9 @@ class SingleWorker:
     def hierarchy(self, name: str) -> None:
         return None
 
+    def wait_without_deadline(self) -> None:
+        pass
+
     def now(self) -> float:
         return time.monotonic()
 

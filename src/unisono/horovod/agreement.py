@@ -15,6 +15,7 @@ from unisono.horovod.requests import (
     BARRIER,
     BROADCAST,
     EVERYBODY,
+    FIX_ORDER,
     JOIN,
     REMOVE_SET,
     Agreed,
@@ -104,13 +105,17 @@ class Agreement:
             self._sets[result] = request.numbers
         if request.verb == REMOVE_SET:
             self._sets.pop(request.numbers[0], None)
-        return Agreed(request, tuple(part(each) for each in by_rank.values()), result=result)
+        parts = tuple(part(each) for each in by_rank.values())
+        if request.verb == FIX_ORDER:
+            everybody = len(parts) == len(self._sets[EVERYBODY])
+            result = int(everybody and len({digest for digest, *_ in parts}) == 1)
+        return Agreed(request, parts, result=result)
 
     def _refused(self, request: Request, submitted: int) -> str:
         """Why `request` cannot be executed, although all workers have submitted the same, or have joined."""
         if request.verb == BROADCAST and request.root not in self._sets[request.members]:
             return f"{request.name}: root_rank {request.root} is not in the process set; name one of its ranks"
-        if submitted == len(self._sets[request.members]) or request.verb == BARRIER:
+        if submitted == len(self._sets[request.members]) or request.verb in (BARRIER, FIX_ORDER):
             return ""
         if request.verb == ALLREDUCE and request.op in ADDITIVE:
             return ""

@@ -20,7 +20,7 @@ from unisono.horovod.handle import Handle, Unpack
 from unisono.horovod.participant import current
 from unisono.horovod.process_sets import ProcessSet, global_process_set, membership
 from unisono.horovod.reductions import Adasum, Average, ReduceOp, Sum
-from unisono.horovod.requests import ADDITIVE, ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, JOIN, REDUCESCATTER
+from unisono.horovod.requests import ADDITIVE, ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER
 
 _REDUCED = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
             torch.float32, torch.float64}  # fmt: skip
@@ -49,10 +49,7 @@ def join(device: int = -1) -> int:
     Returns:
         The rank of the worker that joined last.
     """
-    own = current()
-    last = own.agree(JOIN, "")
-    own.begin_names()  # workers that joined early have left out operations without names
-    return last
+    return current().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

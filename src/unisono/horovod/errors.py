@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.errors import CommunicationError, InvalidInput, UnisonoError
+from unisono.errors import CommunicationError, InvalidInput, PeerLost, UnisonoError
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
@@ -11,6 +11,13 @@ class HorovodInternalError(CommunicationError, RuntimeError):
 
 class WorkersLost(HorovodInternalError):
     """A worker is lost, or has shut down; `elastic.run` goes on without it."""
+
+
+def failure(error: Exception) -> HorovodInternalError:
+    """What a program is told of `error`, which has ended an operation."""
+    if isinstance(error, PeerLost):
+        return WorkersLost(str(error))
+    return HorovodInternalError(f"{type(error).__name__}: {error}")
 
 
 class HostsUpdatedInterrupt(UnisonoError, RuntimeError):

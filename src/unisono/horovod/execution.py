@@ -28,6 +28,7 @@ from unisono.horovod.requests import (
     BARRIER,
     BROADCAST,
     EVERYBODY,
+    FIX_ORDER,
     JOIN,
     REDUCESCATTER,
     REMOVE_SET,
@@ -87,6 +88,7 @@ class Executor:
             REDUCESCATTER: self._reducescatter,
             BARRIER: self._barrier,
             JOIN: self._barrier,
+            FIX_ORDER: self._barrier,
             ADD_SET: self._add_set,
             REMOVE_SET: self._remove_set,
         }
@@ -178,7 +180,7 @@ class Executor:
         ((agreed, _),) = jobs
         # All have agreed already. Once all have received that too, one of them may shut down.
         yield from self._groups[agreed.request.members].gather(torch.zeros(1))
-        jobs[0].finish([torch.tensor(agreed.result)])
+        jobs[0].finish([torch.tensor(agreed.result), *(torch.tensor(numbers) for numbers in agreed.parts)])
 
     def _add_set(self, jobs: Sequence[Job]) -> Steps[None]:
         self._groups[jobs[0].agreed.result] = SomeWorkers(self._comm, jobs[0].request.numbers)

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from unisono.comm import ActorConnection, ActorMessage, Answer, Communicator
 from unisono.errors import PeerLost
 from unisono.horovod.agreement import Agreement
-from unisono.horovod.errors import HorovodInternalError, InvalidArgument, WorkersLost
+from unisono.horovod.errors import HorovodInternalError, InvalidArgument, WorkersLost, failure
 from unisono.horovod.execution import Executor, Job
 from unisono.horovod.handle import Handle
 from unisono.horovod.requests import AGREEMENTS, REQUESTS, Agreed, Key, Request, from_bytes, to_bytes
@@ -121,7 +122,7 @@ class Negotiation:
         on_batch: Callable[[float], None] = lambda at: None,
         on_finished: Callable[[Handle], None] = lambda handle: None,
     ) -> None:
-        self._rank, self._device, self._executor = comm.rank, device, Executor(comm)
+        self._comm, self._device, self._executor = comm, device, Executor(comm)
         self._check, self._on_batch, self._on_finished = check, on_batch, on_finished
         self._lock = threading.Lock()
         self._handles: dict[Key, Handle] = {}
@@ -129,6 +130,7 @@ class Negotiation:
         self._abandoned = threading.Event()
         self._questions: SimpleQueue[Request | Handle | _Event] = SimpleQueue()
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._waited: tuple[str, tuple[int, ...]] = ("", ())
         agreement = Agreement(comm.size) if comm.rank == 0 else None
         self._leader = comm.host(NegotiationActor(agreement, self._deliver, self._leader_lost))[0]
         self._threads = [
@@ -165,14 +167,18 @@ class Negotiation:
         """
         checks = 0
         while not handle.wait(_CHECK_SECONDS):
-            try:
-                self._check()
-            except PeerLost as lost:
-                self._fail(WorkersLost(str(lost)), agreed=True)
+            self.check_workers()
             checks += 1
             if checks % _CHECKS_BEFORE_WARNING == 0 and not handle.times.agreed:
                 self._questions.put(handle)
         return handle.result()
+
+    def check_workers(self) -> None:
+        """All operations in flight fail if the workers do not belong together any more."""
+        try:
+            self._check()
+        except PeerLost as lost:
+            self._fail(failure(lost), agreed=True)
 
     def close(self) -> None:
         """Execute what is agreed on, and end the threads; operations that are still in flight fail."""
@@ -189,7 +195,9 @@ class Negotiation:
         try:
             questions: list[Request | Handle | _Event] = []
             while _Event.CLOSE not in questions:
-                questions = _take_all(self._questions)
+                questions = _take_all(self._questions, _CHECK_SECONDS * _CHECKS_BEFORE_WARNING)
+                if not questions:
+                    self._report_wait()
                 requests = [each for each in questions if isinstance(each, Request)]
                 if requests:
                     self._leader.call(ActorMessage(_SUBMIT, tensors=[to_bytes(REQUESTS, requests)])).wait()
@@ -200,9 +208,9 @@ class Negotiation:
         except PeerLost as lost:
             # What worker 0 has sent before it ended arrives at the actor, which learns of the end after that.
             self._abandoned.wait(_LOSS_SECONDS)
-            self._fail(WorkersLost(str(lost)), agreed=False)
+            self._fail(failure(lost), agreed=False)
         except Exception as error:  # raised in the threads that wait for results, which would wait in vain
-            self._fail(HorovodInternalError(f"{type(error).__name__}: {error}"), agreed=False)
+            self._fail(failure(error), agreed=False)
 
     def _execute(self) -> None:
         if self._device.type == "cuda":
@@ -214,13 +222,9 @@ class Negotiation:
             try:
                 self._executor.run(jobs)
             except Exception as error:  # raised in the threads that wait for the results
-                is_loss = isinstance(error, PeerLost)
-                failure = (
-                    WorkersLost(str(error)) if is_loss else HorovodInternalError(f"{type(error).__name__}: {error}")
-                )
-                self._fail(failure, agreed=True)
+                self._fail(failure(error), agreed=True)
                 return
-            if self._rank == 0:
+            if self._comm.rank == 0:
                 self._questions.put(_Event.BATCH_DONE)
 
     def _finished(self, handle: Handle) -> None:
@@ -236,6 +240,13 @@ class Negotiation:
             workers = ", ".join(map(str, ranks))
             LOG.warning("%s waits for worker %s to submit it", name, workers)
 
+    def _report_wait(self) -> None:
+        """Nothing was submitted for long: warn of an exchange without negotiation that was waiting then already."""
+        waits = self._comm.waits_for
+        if waits[0] and waits == self._waited:
+            LOG.warning("%s waits for worker %s to start it", waits[0], ", ".join(map(str, waits[1])) or "(unknown)")
+        self._waited = waits
+
     # Called in the thread of the actor.
 
     def _deliver(self, batch: _Batch) -> None:
@@ -249,20 +260,20 @@ class Negotiation:
         self._abandoned.set()
         self._fail(WorkersLost("the connection to worker 0 was lost"), agreed=False)
 
-    def _fail(self, failure: HorovodInternalError, *, agreed: bool) -> None:
+    def _fail(self, error: HorovodInternalError, *, agreed: bool) -> None:
         """Nothing more can be submitted, and what is in flight fails; what is agreed on only if `agreed`."""
         with self._lock:
-            self._failure = self._failure or failure
+            self._failure = self._failure or error
             failed = [h for h in self._handles.values() if agreed or not h.times.agreed]
         for handle in failed:
-            handle.fail(failure)
+            handle.fail(error)
 
 
-def _take_all(queue: SimpleQueue[Request | Handle | _Event]) -> list[Request | Handle | _Event]:
-    """What is in `queue`, at least one, for which it waits."""
-    found = [queue.get()]
-    while True:
-        try:
+def _take_all(queue: SimpleQueue[Request | Handle | _Event], seconds: float) -> list[Request | Handle | _Event]:
+    """What is in `queue`; waits for the first at most `seconds`."""
+    found = []
+    with suppress(Empty):
+        found.append(queue.get(timeout=seconds))
+        while True:
             found.append(queue.get_nowait())
-        except Empty:
-            return found
+    return found

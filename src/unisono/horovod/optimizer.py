@@ -1,35 +1,31 @@
 """`DistributedOptimizer`: a torch optimizer whose step is that of all workers, by Horovod's interface.
 
-Each gradient is submitted as soon as backward has accumulated it; `synchronize` waits for all, and `step` calls it.
+The exchange of each gradient starts as soon as backward has accumulated it; `synchronize` waits for all, and `step`
+calls it.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.horovod.collectives import (
-    compressed_allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
 from unisono.horovod.compression import Compression, notation_of
 from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.fixed_order import FixedOrder
+from unisono.horovod.gradient_exchange import Finish, GradientExchange
 from unisono.horovod.participant import current, is_initialized
 from unisono.horovod.process_sets import ProcessSet, global_process_set
-from unisono.horovod.reductions import Adasum, Average, ReduceOp, Sum
+from unisono.horovod.reductions import Adasum, Average, ReduceOp
 
-Finish = Callable[[], None]
-"""Waits for an exchange of gradients, and writes the result into them."""
 Buckets = Sequence[Sequence[Tensor]]
 
 
@@ -70,8 +66,8 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step < 1:
         raise InvalidArgument("backward_passes_per_step", backward_passes_per_step, "is less than 1", "use 1 or more")
-    exchange = Exchange(compression, notation_of(compression), ReduceOp(op), gradient_predivide_factor,
-                        sparse_as_dense, process_set)  # fmt: skip
+    exchange = GradientExchange(compression, notation_of(compression), ReduceOp(op), gradient_predivide_factor,
+                                sparse_as_dense, process_set)  # fmt: skip
     base = _LocalSteps if op == Adasum else _ReducedGradients
     kind = type(type(optimizer).__name__, (base, type(optimizer)), {})
     distributed: Any = object.__new__(kind)
@@ -81,67 +77,13 @@ def DistributedOptimizer(
     return distributed
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """How tensors are exchanged, one or several at a time.
-
-    Args:
-        compression: Horovod's interface; not used with `notation`.
-        notation: of a compressor of Unisono; empty: none.
-        op, predivide, sparse_as_dense, process_set: as for `DistributedOptimizer`.
-    """
-
-    compression: Any
-    notation: str
-    op: ReduceOp
-    predivide: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    def __post_init__(self) -> None:
-        if self.predivide != 1.0 and self.op != Average:
-            raise InvalidArgument("gradient_predivide_factor", self.predivide, f"is not for op={self.op.name}",
-                                  "use op=hvd.Average, or leave it out")  # fmt: skip
-        if self.notation and (self.op not in (Average, Sum) or self.process_set.process_set_id):
-            raise InvalidArgument("compression", self.notation, "is only for means and sums over all workers",
-                                  "use op=hvd.Average, and no process set")  # fmt: skip
-
-    def start(self, name: str, tensors: Sequence[Tensor]) -> Finish:
-        """Collective: start the reduction of `tensors`, in place."""
-        if tensors[0].is_sparse and not self.sparse_as_dense:
-            return self._start_sparse(name, tensors[0])
-        dense = [x.to_dense() if x.is_sparse else x for x in tensors]
-        if self.notation and dense[0].is_floating_point():
-            scale = float(current().size) if self.op == Sum else 1.0
-            handle = compressed_allreduce_async_(dense, name, self.notation, scale)
-            return lambda: _write(tensors, synchronize(handle))
-        method = Compression.none if self.notation else self.compression
-        sent, contexts = zip(*(method.compress(x) for x in dense))
-        handle = grouped_allreduce_async_(sent, None, name, self.op, 1.0 / self.predivide, self.predivide,
-                                          self.process_set)  # fmt: skip
-        return lambda: _write(tensors, [method.decompress(x, c) for x, c in zip(synchronize(handle), contexts)])
-
-    def _start_sparse(self, name: str, tensor: Tensor) -> Finish:
-        result = sparse_allreduce_async(tensor, name, self.op, self.process_set)
-        return lambda: _write([tensor], [result()])
-
-
-def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for target, value in zip(targets, values):
-            if target.is_sparse:  # which has no copy_ from another number of indices
-                target.zero_().add_(value if value.is_sparse else value.to_sparse(target.sparse_dim()))
-            elif target.data_ptr() != value.data_ptr():
-                target.copy_(value)
-
-
 class _Distributed(Optimizer):
     """What both kinds of distributed optimizer have in common. Made by `distribute`, not by a constructor."""
 
     def distribute(
         self,
         names: dict[Tensor, str],
-        exchange: Exchange,
+        exchange: GradientExchange,
         backward_passes_per_step: int,
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
@@ -151,10 +93,11 @@ class _Distributed(Optimizer):
         self._bucket_of = _buckets(list(names), groups)
         self._passes: Counter[Tensor] = Counter()
         self._started: dict[Tensor, Finish] = {}
-        self._synchronized, self._skips = False, False
+        self._synchronized, self._skips, self._in_step = False, False, False
+        hook = partial(_accumulated, weakref.ref(self))  # which lets an optimizer end before its parameters
         for parameter in names:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Take `passes` backward passes before each step, from the next step on."""
@@ -183,12 +126,12 @@ class _Distributed(Optimizer):
         """As torch's. What was accumulated for the next step does not count any more."""
         self._passes.clear()
         self._started.clear()
-        self._synchronized = False
+        self._synchronized = self._in_step = False
         super().load_state_dict(state_dict)
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def accumulated(self, parameter: Tensor) -> None:
         """Backward has added to the gradient of `parameter`."""
-        if not self._exchanged():  # other workers may join later
+        if not self._begun():
             return
         if self._passes[parameter] >= self.backward_passes_per_step:
             raise AssertionError(
@@ -201,24 +144,58 @@ class _Distributed(Optimizer):
     def _counted(self, parameter: Tensor) -> None:
         """A backward pass was counted for `parameter`."""
 
+    def _begun(self) -> bool:
+        """Begin a step, unless that was done; returns whether gradients are exchanged in it."""
+        if not self._in_step and self._exchanged():  # other workers may join later
+            self._in_step = True
+            self._begin()
+        return self._in_step
+
+    def _begin(self) -> None:
+        """A step begins."""
+
     def _exchanged(self) -> bool:
         return is_initialized() and current().size > 1 and bool(self._exchange.process_set.included())
+
+
+def _accumulated(optimizer: weakref.ref[_Distributed], parameter: Tensor) -> None:
+    if (found := optimizer()) is not None:
+        found.accumulated(parameter)
 
 
 class _ReducedGradients(_Distributed):
     """Takes the step of the reduced gradients."""
 
+    def distribute(
+        self,
+        names: dict[Tensor, str],
+        exchange: GradientExchange,
+        backward_passes_per_step: int,
+        groups: int | Sequence[Sequence[Tensor]] | None,
+    ) -> None:
+        super().distribute(names, exchange, backward_passes_per_step, groups)
+        compress = exchange.fixed_compressor(names) if groups is None else None
+        self._fixed = FixedOrder(names, exchange, compress) if compress else None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's. What was accumulated for the next step does not count any more."""
+        if self._fixed:
+            self._fixed.discard()
+        super().load_state_dict(state_dict)
+
     def synchronize(self) -> None:
         """Collective: start what was not started, and wait for all gradients, which are reduced afterwards."""
-        if self._exchanged():
+        if self._begun():
             for parameter in self._parameter_names:
                 if parameter.requires_grad and parameter not in self._started:
                     self._start(parameter)
-            for finish in dict.fromkeys(self._started.values()):
+            for finish in dict.fromkeys([self._finish_fixed, *self._started.values()]):
                 finish()
+            if self._fixed:
+                self._fixed.end()
         self._started.clear()
         self._passes.clear()
-        self._synchronized = True
+        self._synchronized, self._in_step = True, False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -260,8 +237,19 @@ class _ReducedGradients(_Distributed):
         if all(self._passes[each] == self.backward_passes_per_step for each in bucket):
             self._start(parameter)
 
+    def _begin(self) -> None:
+        if self._fixed:
+            self._fixed.begin()
+
+    def _finish_fixed(self) -> None:
+        if self._fixed:
+            self._fixed.finish()
+
     def _start(self, parameter: Tensor) -> None:
         """Start the bucket of `parameter`. Other workers may have gradients that are missing here."""
+        if self._fixed and self._fixed.offer(parameter):
+            self._started[parameter] = self._finish_fixed
+            return
         bucket = [each for each in self._bucket_of[parameter] if each.requires_grad]
         for each in bucket:
             if each.grad is None:
@@ -287,6 +275,7 @@ class _LocalSteps(_Distributed):
         before = [p.detach().clone() for p in parameters]
         result = super().step(closure)
         self._passes.clear()
+        self._in_step = False
         if self._exchanged():
             with torch.no_grad():
                 changes = [p - start for p, start in zip(parameters, before)]

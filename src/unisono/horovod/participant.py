@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +15,18 @@ from unisono.elastic.loop_group import LoopGroup, in_order
 from unisono.elastic.session import Session
 from unisono.errors import UnisonoError
 from unisono.horovod.errors import InvalidArgument
+from unisono.horovod.fixed_exchange import FixedExchange, FixedExchanges, FixedPlan
 from unisono.horovod.handle import Handle, Unpack
 from unisono.horovod.negotiation import Negotiation
-from unisono.horovod.requests import BARRIER, EVERYBODY, Request
+from unisono.horovod.requests import BARRIER, EVERYBODY, FIX_ORDER, JOIN, Request
 from unisono.horovod.timeline import Timeline
 from unisono.launch import WorkerIdentity
 from unisono.observe import ThreadTracker
+from unisono.system.backoff import Backoff
 
 _LONGEST_NAME = 1000
+_CHECK_SECONDS = 1.0
+_BACKOFF = Backoff(first_seconds=20e-6, factor=1.2, longest_seconds=500e-6)
 
 
 class Participant:
@@ -37,17 +42,20 @@ class Participant:
 
     Attributes:
         rank, size: of this worker, and of the group.
+        device: where this worker computes.
         hosts: of the workers, by rank.
         process_sets: ranks by number, of those that were added.
+        fixed: exchanges without negotiation; None where the others are not connected.
         timeline: of the operations.
         views: of an elastic run, once `elastic.run` has begun.
     """
 
     def __init__(self, identity: WorkerIdentity, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
-        self.identity, self.group, self._device, self.watch = identity, group, device, watch
+        self.identity, self.group, self.device, self.watch = identity, group, device, watch
         self.rank, self.size, self.hosts = group.rank, group.size, in_blocks(group.size, identity.local_size)
         self.timeline = Timeline()
         self.views: Session | None = None
+        self.fixed: FixedExchanges | None = None
         self._negotiation: Negotiation | None = None
         self.process_sets: dict[int, tuple[int, ...]] = {}
         self._unnamed: Counter[tuple[str, int]] = Counter()
@@ -77,12 +85,14 @@ class Participant:
     def _connect(self, comm: Communicator, check: Callable[[], None] = lambda: None) -> None:
         self.rank, self.size, self.process_sets = comm.rank, comm.size, {}
         self._unnamed.clear()
-        self._negotiation = Negotiation(comm, self._device, check, self.timeline.batch, self.timeline.finished)
+        comm.wait_without_deadline()
+        self.fixed = FixedExchanges(comm)
+        self._negotiation = Negotiation(comm, self.device, check, self.timeline.batch, self.timeline.finished)
 
     def _disconnect(self) -> None:
         if self._negotiation is not None:
             self._negotiation.close()
-            self._negotiation = None
+            self._negotiation = self.fixed = None
 
     def submit(
         self,
@@ -116,7 +126,7 @@ class Participant:
             fields["shapes"] = tuple(tuple(x.shape) for x in tensors)
             fields["device"] = tensors[0].device.type
         request = Request(f"{verb}.{name}", verb, members, **fields)
-        return self._connected().submit(Handle(request, tensors, outputs, unpack))
+        return self._connected()[0].submit(Handle(request, tensors, outputs, unpack))
 
     def agree(self, verb: str, name: str | None, members: int = EVERYBODY, numbers: tuple[int, ...] = ()) -> int:
         """Collective: submit what has no tensors, wait for it, and return the number that was agreed on."""
@@ -125,11 +135,53 @@ class Participant:
 
     def wait(self, handle: Handle) -> Any:
         """The result of `handle`. Raises `HorovodInternalError`."""
-        return handle.result() if handle.poll() else self._connected().wait(handle)
+        return handle.result() if handle.poll() else self._connected()[0].wait(handle)
 
-    def begin_names(self) -> None:
-        """All workers are at the same point: operations without a name are numbered from here."""
-        self._unnamed.clear()
+    def compare(self, user: object, until: FixedExchange | None, plan: FixedPlan) -> Handle:
+        """Collective: start to compare `plan` with those of the other workers.
+
+        Args:
+            user: of the exchange, and of `until` before.
+
+        Returns:
+            A handle, whose result is a `FixedExchange` for `plan`, or None where not all workers want the same.
+
+        Raises:
+            HorovodInternalError: a worker is lost or has shut down.
+        """
+        _, fixed = self._connected()
+
+        def opened(outputs: Sequence[Tensor]) -> FixedExchange | None:
+            return fixed.opened(plan, outputs)
+
+        name, numbers = fixed.comparison(user, until, plan)
+        return self.submit(FIX_ORDER, (), opened, name=name, numbers=numbers)
+
+    def join(self) -> int:
+        """Collective: take part in the others' operations with zeros until all workers have joined.
+
+        Returns:
+            The rank of the worker that joined last.
+
+        Raises:
+            HorovodInternalError: a worker is lost.
+        """
+        negotiation, fixed = self._connected()
+        fixed.begin_join()
+        handle = self.submit(JOIN, (), lambda outputs: int(outputs[0]), name="")
+        agreed, attempt = False, 0
+        while not (agreed and fixed.all_joined):
+            attempt = 0 if fixed.take_part() else attempt + 1
+            pause = _CHECK_SECONDS if fixed.all_joined else _BACKOFF.seconds(attempt)
+            if agreed:
+                time.sleep(pause)
+            elif agreed := handle.wait(pause):
+                handle.result()  # it may have failed
+            negotiation.check_workers()
+        last = int(handle.result())
+        self._unnamed.clear()  # workers that joined early have left out operations without names
+        fixed.end_join()
+        return last
 
     def close(self) -> None:
         """Leave the others; operations in flight fail."""
@@ -137,12 +189,12 @@ class Participant:
         self.timeline.stop()
         self.group.close(finished=False)
 
-    def _connected(self) -> Negotiation:
-        if self._negotiation is None:
+    def _connected(self) -> tuple[Negotiation, FixedExchanges]:
+        if self._negotiation is None or self.fixed is None:
             raise UnisonoError(
                 "the other workers are inside hvd.elastic.run already: leave out collective operations before it"
             )
-        return self._negotiation
+        return self._negotiation, self.fixed
 
 
 class _Current:

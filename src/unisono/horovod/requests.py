@@ -12,9 +12,10 @@ from torch import Tensor
 
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER, BARRIER, JOIN = "alltoall", "reducescatter", "barrier", "join"
-ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+ADD_SET, REMOVE_SET, FIX_ORDER = "add_process_set", "remove_process_set", "fix_order"
 ADDITIVE = ("Average", "Sum")
 """The operators for which a worker without a tensor contributes zeros."""
+_OWN_NUMBERS = (ALLTOALL, FIX_ORDER)  # verbs whose numbers may differ between members
 EVERYBODY = 0
 """The number of the process set that all workers belong to."""
 Key = tuple[int, str]
@@ -35,7 +36,7 @@ class Request:
         device: the type of device that the tensors are on.
         compress: the compressor of a mean, in the notation; empty: none.
         numbers: for an alltoall the rows for each member; for a new process set its ranks; for the removal of one its
-            number.
+            number; for a fixed order its digest, and those that this worker does not need any more.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Agreed:
         error: why it is not executed; empty: it is.
         lost: whether it is not since a worker is lost or has shut down.
         result: for a broadcast, the member that it comes from; for a join, the rank that joined last; for a new process
-            set, its number.
+            set, its number; for a fixed order, whether all workers have submitted the same, as 1 or 0.
     """
 
     request: Request
@@ -106,13 +107,15 @@ def part(request: Request) -> tuple[int, ...]:
     """What of `request` may differ between members."""
     if request.verb == ALLGATHER:
         return tuple(shape[0] for shape in request.shapes)
-    return request.numbers if request.verb == ALLTOALL else ()
+    return request.numbers if request.verb in _OWN_NUMBERS else ()
 
 
 def difference(requests: Mapping[int, Request]) -> str:
     """A sentence about the first difference between the requests of two workers, by rank; empty: they fit."""
     (first, one), *others = requests.items()
     for rank, other in others:
+        if other == one:
+            continue
         for field in fields(Request):
             mine, theirs = _agreed_part(one, field.name), _agreed_part(other, field.name)
             if mine != theirs:
@@ -127,7 +130,7 @@ def _agreed_part(request: Request, field: str) -> Any:
     value = getattr(request, field)
     if field == "shapes" and request.verb in (ALLGATHER, ALLTOALL):
         return [shape[1:] for shape in value]
-    return () if field == "numbers" and request.verb == ALLTOALL else value
+    return () if field == "numbers" and request.verb in _OWN_NUMBERS else value
 
 
 def _shown(request: Request, field: str) -> str:

@@ -48,17 +48,22 @@ class Timeline:
 
     def finished(self, handle: Handle) -> None:
         """Record an operation that has ended."""
+        name, what, times = handle.request.name, handle.request.verb.upper(), handle.times
+        agreed = times.agreed or times.finished
+        self._add(name, (f"NEGOTIATE_{what}", times.submitted, agreed), (what, agreed, times.finished))
+
+    def exchanged(self, name: str, began: float) -> None:
+        """Record an exchange of gradients, without negotiation, that began at that time, and has ended."""
+        self._add(name, ("ALLREDUCE", began, time.time()))
+
+    def _add(self, name: str, *stages: tuple[str, float, float]) -> None:
+        """Record stages of an operation: their label, begin and end."""
         with self._lock:
             if self._path is None:
                 return
-            name, what, times = handle.request.name, handle.request.verb.upper(), handle.times
             if name not in self._rows:
                 row = self._rows[name] = len(self._rows) + 1
                 self._events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
-            agreed = times.agreed or times.finished
-            for label, begin, end in (
-                (f"NEGOTIATE_{what}", times.submitted, agreed),
-                (what, agreed, times.finished),
-            ):
+            for label, begin, end in stages:
                 span = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
                 self._events.append({"name": label, "ph": "X", "pid": self._rows[name], "tid": 0, **span})

@@ -167,6 +167,11 @@ class BucketedReduction:
             if not bucket.hops:
                 bucket.poll()
 
+    def is_complete(self) -> bool:
+        """After `launch`: make progress without blocking, and return whether `wait` returns at once."""
+        self.poll()
+        return not self._queue and all(bucket.poll() for bucket in self._buckets)
+
     def wait(self) -> RoundMeans:
         """Collective: wait for the means of all buckets. Raises `PeerLost`, `MessageMismatch`."""
         self.launch()

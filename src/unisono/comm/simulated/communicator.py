@@ -404,6 +404,10 @@ class Simulated:
             actors.add(number, functools.partial(load, service, number, copied), SimulatedHost(self.world.links[0]))
         return self._connections(actors)
 
+    def wait_without_deadline(self) -> None:
+        """See `Communicator.wait_without_deadline`; here it is for all workers."""
+        self.world.timeout_seconds = math.inf
+
     def now(self) -> float:
         """Virtual seconds."""
         return self.world.now(self.rank)

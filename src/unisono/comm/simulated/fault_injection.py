@@ -112,6 +112,9 @@ class Faulty:
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         return self.comm.serve(count, service, config)
 
+    def wait_without_deadline(self) -> None:
+        self.comm.wait_without_deadline()
+
     def now(self) -> float:
         return self.comm.now()
 
