@@ -6,6 +6,7 @@ from torch import nn
 from unisono.comm import simulate
 from unisono.compress import Auto, Cast, Compressor
 from unisono.sync.bucket_reduction import BucketedReduction
+from unisono.sync.buckets import plan_buckets
 
 AUTO = Auto((Cast(),), steps=4, again=0)
 TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen
@@ -14,7 +15,7 @@ TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen
 def bytes_of_rounds(comm, compress: Compressor) -> list[int]:
     """The bytes that each round sends, with two buckets and a control word, whose sum is checked."""
     parameters = {name: nn.Parameter(torch.zeros(300)) for name in "ab"}
-    reduction = BucketedReduction(parameters, comm, compress, bucket_bytes=1200, first_bytes=1200, control=2)
+    reduction = BucketedReduction(plan_buckets(parameters, compress, 1200, 1200), comm, control=2)
     sent = []
     for round_ in range(TRIED + 2):
         before = comm.bytes_sent

@@ -105,6 +105,7 @@ def _call_all(functions: Sequence[Finish]) -> None:
 
 
 def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each of `values` into its target, which may be sparse, unless it is in the same memory."""
     with torch.no_grad():
         for target, value in zip(targets, values):
             if target.is_sparse:  # which has no copy_ from another number of indices

@@ -18,6 +18,7 @@ from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
 from unisono.sync.bucket_reduction import BucketedReduction, ReduceFunction, RoundMeans, mean
+from unisono.sync.buckets import plan_buckets
 from unisono.sync.gradient_memory import GradientMemory
 from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
@@ -51,11 +52,8 @@ class AllReduce:
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
         reduction = BucketedReduction(
-            parameters,
+            plan_buckets(parameters, compress, self.bucket_bytes, self.first_bytes),
             comm,
-            compress,
-            bucket_bytes=self.bucket_bytes,
-            first_bytes=self.first_bytes,
             control=loop.control,
             overlap=loop.overlap,
             how=_HOW[self.reduce],

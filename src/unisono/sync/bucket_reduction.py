@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.comm import Communicator, Hierarchy
 from unisono.compress import Buffered, Cast, CollectiveVerbs, Compressor, CompressorMemory, Mean, Span, views
-from unisono.sync.buckets import BucketPlan, gaps, pack, plan_buckets, refused, unpack
+from unisono.sync.buckets import BucketPlan, gaps, pack, refused, unpack
 from unisono.sync.pending_mean import PendingMean
 
 ReduceFunction = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
@@ -62,30 +62,28 @@ class BucketedReduction:
     each tensor.
 
     Args:
-        parameters: by name, tensors with the shape, dtype and device of the tensors that are averaged.
-        bucket_bytes, first_bytes: the least sizes of a bucket, and of the first bucket.
+        plans: of the buckets, from `plan_buckets`.
         control: the length of the control word, in numbers.
         overlap: whether the exchange of a bucket starts as soon as the bucket is full.
         how: the function that takes the mean of one bucket.
+
+    Attributes:
+        plans: of the buckets.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        plans: Sequence[BucketPlan],
         comm: Communicator,
-        compress: Compressor,
         *,
-        bucket_bytes: int,
-        first_bytes: int,
         control: int = 0,
         overlap: bool = True,
         how: ReduceFunction = mean,
     ) -> None:
-        self.names = tuple(parameters)
+        self.plans, self._count = plans, sum(len(plan.spans) for plan in plans)
         self._comm, self._polled_at = comm, comm.now()
         self._overlap, self._zero_control = overlap, [0.0] * control
-        plans = plan_buckets(parameters, compress, bucket_bytes, first_bytes)
-        tail = len(parameters) + 8 * control
+        tail = self._count + 8 * control
         # An exchange of several messages starts the later messages when it is polled, at different moments on
         # different workers. So such buckets have a separate channel, which completes a bucket before it begins another.
         hierarchy = comm.hierarchy("hops")
@@ -102,11 +100,6 @@ class BucketedReduction:
             self._tail = [Bucket(empty, comm, comm, how=mean, hierarchy=hierarchy, tail=tail)]
         self._place = {span.name: (bucket, i) for bucket in self._gradients for i, span in enumerate(bucket.plan.spans)}
         self.begin()
-
-    @property
-    def plans(self) -> list[BucketPlan]:
-        """The plans of the buckets."""
-        return [bucket.plan for bucket in self._gradients]
 
     def begin(self) -> None:
         """Begin a round. The previous round, if it was not committed, is discarded."""
@@ -180,8 +173,8 @@ class BucketedReduction:
             self._start_queued()
         means = [bucket.wait() for bucket in self._buckets]
         tail = means[-1][self._buckets[-1].plan.numel :]
-        used = tail[: len(self.names)]
-        return RoundMeans(self._buckets, means, used, unpack(tail[len(self.names) :]))
+        used, control = tail[: self._count], unpack(tail[self._count :])
+        return RoundMeans(self._buckets, means, used, control)
 
     def commit(self) -> None:
         """Commit the residuals of this round; called once its means are applied."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.compress import Compressor, views
 from unisono.sync.bucket_reduction import BucketedReduction
-from unisono.sync.buckets import BucketPlan
+from unisono.sync.buckets import BucketPlan, plan_buckets
 from unisono.sync.outer_optimizer import Outer
 
 _BUCKET_BYTES = 8 << 20
@@ -59,16 +59,8 @@ class Fragment:
         self._rank, self._size, self._reference = comm.rank, comm.size, reference
         self._steps, self._weight, self._usual = 0, 0.0, reference
         bucket_bytes = _UNLIMITED if delayed else _BUCKET_BYTES
-        self._reduction = BucketedReduction(
-            parameters,
-            comm,
-            compress,
-            bucket_bytes=bucket_bytes,
-            first_bytes=bucket_bytes,
-            control=comm.size + control,
-            overlap=False,
-        )
-        plans = self._reduction.plans
+        plans = plan_buckets(parameters, compress, bucket_bytes, bucket_bytes)
+        self._reduction = BucketedReduction(plans, comm, control=comm.size + control, overlap=False)
         self._anchor = Flat(plans)
         self._velocity = Flat(plans if outer.has_velocity else [])
         self.sent = False
