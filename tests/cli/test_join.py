@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -127,3 +128,19 @@ def test_each_way_in_which_a_view_may_stand_has_words() -> None:
     said = {over: heading(view, over) for over in ViewStatus}
     assert said[ViewStatus.ACTIVE] == "view 2: 1 worker from the last checkpoint; active"
     assert len(set(said.values())) == len(ViewStatus)
+
+
+def test_a_coordinator_leaves_the_log_handlers_of_other_libraries_open(tmp_path) -> None:
+    """As that of absl, which Keras imports: it closes the stream that it writes to."""
+    closed = []
+
+    class Handler(logging.NullHandler):
+        def close(self) -> None:
+            closed.append(self)
+
+    handler = Handler()
+    logging.getLogger("of another library").addHandler(handler)
+    with running_coordinator(tmp_path / "state"):
+        pass
+    logging.getLogger("of another library").removeHandler(handler)
+    assert not closed

@@ -66,6 +66,7 @@ class CoordinatorServer:
             auth,
             http=cast(Any, partial(FastHeartbeatProtocol, auth=auth, route=HeartbeatRoute(service))),
             loop=cast(Any, TimeoutLoop),
+            log_config=None,  # uvicorn's own would close the handlers of other libraries in this process
             log_level="warning",
             access_log=False,
             lifespan="on",
