@@ -38,9 +38,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Wraps `module`: each backward pass leaves the mean gradient over all workers in ``grad``.
 
     Has the interface of torch's class: ``module``, ``no_sync()``, ``join()``, ``register_comm_hook()``, and the keys of
-    its ``state_dict()``. Parameters may be unused, in any pass and on any
-    worker. All workers start from the weights and buffers of worker 0. Running statistics of normalization layers are
-    folded over all workers, where torch takes those of worker 0.
+    its ``state_dict()``. Parameters may be unused, in any pass and on any worker. All workers start from the weights
+    and buffers of worker 0. Running statistics of normalization layers are folded over all workers, where torch takes
+    those of worker 0.
 
     Args:
         module: to train. It may be moved to its device before.

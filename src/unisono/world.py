@@ -182,8 +182,9 @@ class World:
         start_alike(self._group.comm, module, nothing)
 
     def release(self, module: nn.Module) -> None:
-        """Give a bound model back, with the optimizers that have parameters of no other: its gradients are this
-        worker's own again. All workers call it alike, between two steps. Not in a loop over `steps`.
+        """Give a bound model back, with the optimizers of its parameters: its gradients are this worker's own again.
+
+        All workers call it alike, between two steps. Not in a loop over `steps`.
         """
         self._bound().remove(module)
 

@@ -127,7 +127,7 @@ def test_plain_lightning_continues_from_a_checkpoint_of_two_workers(plain: Path,
 
 @pytest.mark.long
 def test_a_lost_worker_is_named_and_the_last_checkpoint_is_good(plain: Path) -> None:
-    """The loss is noticed in a collective of Lightning's, whose error names nobody. Workers are started one by one:
+    """The loss is noticed in a collective of Lightning's, whose error names no worker. Workers are started one by one:
     Lightning's launcher would kill the other one at some time."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": "2"}
     line = [sys.executable, str(CELLS), str(plain), "killed", "2", "killed"]
@@ -214,7 +214,8 @@ def test_an_environment_with_other_workers_than_those_that_were_launched(monkeyp
 
 
 def test_the_other_package_of_lightning_refuses_the_strategy() -> None:
-    other = pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning as other  # comes with Lightning
+
     with pytest.raises(ValueError, match="invalid strategy name"):
         other.Trainer(strategy=UnisonoStrategy(), accelerator="cpu", logger=False)
 

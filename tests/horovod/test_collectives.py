@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import unisono.horovod as hvd
-from tests.horovod.workers import initialized, over
+from tests.horovod.workers import Warnings, initialized, over
 from tests.support.processes import start
 from unisono import TopK
 from unisono.errors import InvalidInput
@@ -372,22 +372,9 @@ def a_long_wait_is_reported() -> list[str]:
         logging.getLogger("unisono").addHandler(warnings)
         hvd.synchronize(hvd.allreduce_async(mine(), name="late"))
     else:
-        hvd.allreduce(mine(), name="warned")
+        hvd.allreduce(torch.ones(1), name="warned")
         hvd.allreduce(mine(), name="late")
     return warnings.texts
-
-
-class Warnings(logging.Handler):
-    """Collects warnings, and lets the other worker continue after the first."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        if len(self.texts) == 1:
-            hvd.allreduce_async(mine(), name="warned")
 
 
 def test_a_worker_that_others_wait_for_is_named(tmp_path: Path) -> None:

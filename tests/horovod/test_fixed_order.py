@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono.horovod as hvd
-from tests.horovod.workers import initialized, over
+from tests.horovod.workers import Warnings, initialized, over
 from tests.support.processes import start
 from tests.trainer.small_loops import MAKERS, STEPS, loss_of, net, samples
 from unisono import Cast, Exact, TopK
@@ -168,7 +168,7 @@ def parameters_are_frozen_and_unfrozen() -> None:
 
 
 def parts_of_a_model_may_be_unused() -> None:
-    """A parameter that some workers use has the mean, and one that nobody uses has a gradient of zeros."""
+    """A parameter that some workers use has the mean, and one that no worker uses has a gradient of zeros."""
     model = nn.ModuleList([nn.Linear(2, 1) for _ in range(4)])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     for _ in range(STEPS):
@@ -415,19 +415,6 @@ def a_long_wait_is_reported() -> list[str]:
         hvd.allreduce(torch.ones(1), name="warned")
         take_step(model, optimizer)
     return warnings.texts
-
-
-class Warnings(logging.Handler):
-    """Collects warnings, and lets the other worker continue after the first."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        if len(self.texts) == 1:
-            hvd.allreduce_async(torch.ones(1), name="warned")
 
 
 def test_a_worker_that_others_wait_for_is_named(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import unisono.horovod as hvd
 from tests.support import processes
@@ -30,3 +33,16 @@ def initialized(rank: int, size: int, url: str, communicator: str, law: Callable
 def become_worker(rank: int, size: int, url: str) -> None:
     """Set the environment of a worker."""
     os.environ.update(WorkerIdentity(rank, size, rank, size, url).environ())
+
+
+class Warnings(logging.Handler):
+    """Collects warnings, and lets the other worker continue after the first."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 1:
+            hvd.allreduce_async(torch.ones(1), name="warned")

@@ -196,6 +196,27 @@ def test_a_model_that_is_gone_is_released() -> None:
     assert simulate(2, run) == [[True] * 3] * 2
 
 
+def test_a_model_that_is_released_leaves_what_others_have_of_it() -> None:
+    """The parameters that two models share, and one that was frozen, are trained by the other from then on."""
+
+    def run(comm) -> None:
+        world, whole = world_of(comm), net()
+        whole[0].weight.requires_grad_(False)
+        first, second = DDP(whole[2], world=world), DDP(whole, world=world)
+        x, y = mine(0, comm.rank, 2)
+        F.mse_loss(second(x), y).backward()
+        first(torch.ones(1, 8)).sum().backward()
+        world.release(first.module)
+        whole[0].weight.requires_grad_(True)
+        second.zero_grad()
+        F.mse_loss(second(x), y).backward()
+        for parameter in whole.parameters():
+            rows = comm.gather(parameter.grad).wait()
+            assert torch.equal(rows[0], rows[1])
+
+    simulate(2, run)
+
+
 def test_the_class_of_torch_refuses_to_wrap_it() -> None:
     """Its gradients would be averaged twice, or lost."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

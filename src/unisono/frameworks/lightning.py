@@ -134,7 +134,23 @@ class GradientExchange:
             self.world = None
 
 
-class UnisonoStrategy(TrainerStrategy):
+class _Exchanging:
+    """What both strategies have in common, before Lightning's class."""
+
+    def __init__(
+        self,
+        *,
+        sync: Synchronizer | str = AllReduce(),
+        compress: Compressor | str = Cast(),
+        cluster_environment: ClusterEnvironment | None = None,
+        **given: Any,
+    ) -> None:
+        _check(given)
+        super().__init__(cluster_environment=_environment(cluster_environment), **given)  # type: ignore[call-arg]
+        self.exchange = GradientExchange(sync, compress)
+
+
+class UnisonoStrategy(_Exchanging, TrainerStrategy):
     """For Lightning's Trainer: the mean gradient over all workers, or local steps, by this library.
 
     Also ``Trainer(strategy="unisono")``, once this module is imported.
@@ -151,18 +167,6 @@ class UnisonoStrategy(TrainerStrategy):
     Raises:
         InvalidInput: `sync` or `compress` cannot be read, or another argument has one of them as its successor here.
     """
-
-    def __init__(
-        self,
-        *,
-        sync: Synchronizer | str = AllReduce(),
-        compress: Compressor | str = Cast(),
-        cluster_environment: ClusterEnvironment | None = None,
-        **given: Any,
-    ) -> None:
-        _check(given)
-        super().__init__(cluster_environment=_environment(cluster_environment), **given)
-        self.exchange = GradientExchange(sync, compress)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self.exchange.wrap(model, self)
@@ -212,7 +216,7 @@ class UnisonoStrategy(TrainerStrategy):
         super().teardown()
 
 
-class UnisonoFabricStrategy(FabricStrategy):
+class UnisonoFabricStrategy(_Exchanging, FabricStrategy):
     """For Lightning Fabric, where ``fabric.setup(model, optimizer)`` begins the exchange.
 
     Also ``Fabric(strategy="unisono")``, once this module is imported.

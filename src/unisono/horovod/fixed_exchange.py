@@ -75,7 +75,7 @@ class FixedExchange:
         self._comm, self.plan = comm, plan
         self._reduction = BucketedReduction(plan.buckets, comm, control=comm.size)
         self._open, self._offered = False, set[str]()
-        self._user: Callable[[], object | None] = _nobody
+        self._user: Callable[[], object | None] = _no_user
         self._failure: HorovodInternalError | None = None
         self.began, self.joined = 0.0, False
 
@@ -105,7 +105,7 @@ class FixedExchange:
     def discard(self, user: object) -> None:
         """The gradients of `user` in this round do not count for it; other workers need them to end the round."""
         if self._user() is user:
-            self._user = _nobody
+            self._user = _no_user
 
     def take_part(self) -> bool:
         """This worker has joined: take part in the others' round, without waiting; returns whether it has ended.
@@ -253,5 +253,5 @@ class FixedExchanges:
         self._comparisons.clear()  # workers that joined early have left out some
 
 
-def _nobody() -> None:
+def _no_user() -> None:
     return None

@@ -98,6 +98,10 @@ class _Distributed(Optimizer):
         for parameter in names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)
+        self._prepare(grouped=groups is not None)
+
+    def _prepare(self, *, grouped: bool) -> None:
+        """Gradients are about to be exchanged; `grouped`: in groups of the caller's."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Take `passes` backward passes before each step, from the next step on."""
@@ -166,15 +170,9 @@ def _accumulated(optimizer: weakref.ref[_Distributed], parameter: Tensor) -> Non
 class _ReducedGradients(_Distributed):
     """Takes the step of the reduced gradients."""
 
-    def distribute(
-        self,
-        names: dict[Tensor, str],
-        exchange: GradientExchange,
-        backward_passes_per_step: int,
-        groups: int | Sequence[Sequence[Tensor]] | None,
-    ) -> None:
-        super().distribute(names, exchange, backward_passes_per_step, groups)
-        compress = exchange.fixed_compressor(names) if groups is None else None
+    def _prepare(self, *, grouped: bool) -> None:
+        names, exchange = self._parameter_names, self._exchange
+        compress = None if grouped else exchange.fixed_compressor(names)
         self._fixed = FixedOrder(names, exchange, compress) if compress else None
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -136,11 +136,17 @@ class CustomLoop:
         """See `World.release`."""
         if self.planned:
             raise UnisonoError("world.release came after world.steps: its models are trained until its end")
-        for model in [each for each in self.models if each.local.model is module]:
+        removed = [each for each in self.models if each.local.model is module]
+        for model in removed:
             self.models.remove(model)
         self._release_replaced()
         self._build_state([each.local.model for each in self.models], [each.optimizer for each in self.optimizers])
-        self.find_parameters()
+        every = {id(p) for model in self.models for p in model.local.model.parameters()}
+        if any(id(p) in every for model in removed for p in model.parameters.values()):
+            self.find_parameters()  # another model trains them from now on
+        else:  # nothing collective: a wrapper that is garbage-collected releases its model
+            self._frozen = [p for p in self._frozen if id(p) in every]
+            self._name_parameters()
 
     def _release_replaced(self) -> None:
         """An optimizer with a parameter that is in none of the models any more is not bound any more."""
@@ -188,6 +194,11 @@ class CustomLoop:
                         "sync", show(self._options.sync), "it keeps state of the parameters that were bound, and "
                         "trains no others", "use AllReduce(), or unfreeze and add them before world.bind")  # fmt: skip
                 model.train(trained)
+        self._name_parameters()
+        self._watch_frozen()
+
+    def _name_parameters(self) -> None:
+        """Know the names of the parameters that are trained, and which models each optimizer has parameters of."""
         self._names = {id(p): name for model in self.models for name, p in model.parameters.items()}
         for optimizer in self.optimizers:
             optimizer.find(self.models)
@@ -195,7 +206,6 @@ class CustomLoop:
             for parameter in optimizer.untrained:
                 if id(parameter) not in every:
                     raise foreign_parameter(parameter)
-        self._watch_frozen()
 
     def _share_new(self, tensors: Mapping[str, Tensor]) -> None:
         """Collective: those of `tensors` that are not known yet become those of worker 0."""

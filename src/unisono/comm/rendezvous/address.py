@@ -139,7 +139,9 @@ def _tcp_store(address: RendezvousAddress, rank: int, timeout: timedelta, abort:
     try:
         return abort.run("connect", partial(_connect_tcp, address, time.monotonic() + seconds, abort))
     except RuntimeError as error:
-        cause = "another program accepts connections there" if silent.finished.is_set() else str(error).splitlines()[0]
+        cause = str(error).splitlines()[0]
+        if silent.finished.is_set():
+            cause = "another program accepts connections there, and answers nothing; choose another port"
         raise PeerLost([0], "connect", f"no store is served at {address.host}:{address.port}: {cause}") from error
     finally:
         silent.cancel()
